@@ -50,7 +50,7 @@ _RANKS, _LINKS = 1, 2
 
 def run_text(report: SimulationReport) -> list[str]:
     """The lines about a whole run."""
-    goodput, finish = report.goodput, report.finish
+    goodput, finish = report.goodput, report.finish_days
     lines = [
         f"{report.candidate.layout.ranks:,} ranks on {_nodes(report.nodes - report.spares)}, {report.spares:,} spare; "
         f"steps of {report.candidate.seconds:.3g} s; {report.runs} runs of {_days(report.trial.seconds / _DAY)}",
@@ -58,11 +58,11 @@ def run_text(report: SimulationReport) -> list[str]:
         f"closed form with enough nodes {percent(report.closed)}",
         f"finish    after {_days(finish.mean)} (P10–P90 {_days(finish.low)}–{_days(finish.high)})",
     ]
-    if report.mtbf is not None:
+    if report.mtbf_seconds is not None:
         total = sum(report.failures.values())
         actions = ", ".join(f"{count:,.1f} × {_ACTIONS.get(name, name)}" for name, count in report.actions.items())
         lines += [
-            f"failures  {total:,.1f} in a run, one every {duration(report.mtbf)} on average: {_most_frequent(report.failures)}",
+            f"failures  {total:,.1f} in a run, one every {duration(report.mtbf_seconds)} on average: {_most_frequent(report.failures)}",
             f"answers   {actions or 'none'}",
         ]
     lines.append(f"the state is {_SOURCES[report.keep]}{_save_interval(report)}")
@@ -70,7 +70,7 @@ def run_text(report: SimulationReport) -> list[str]:
     for use, fraction in report.spent.items():
         if fraction > 0:
             lines.append(f"  {TIME_USES[use][0]:<28} {percent(fraction):>6}  {'█' * round(_BAR * fraction)}")
-    return lines + _intervals(report) + _spares(report) + ["", *(f"assumed: {line}" for line in report.assumptions)]
+    return lines + _intervals(report) + _spares(report) + ["", *(f"assumed: {line}" for line in report.assumed)]
 
 
 def _days(days: float) -> str:
@@ -87,10 +87,10 @@ def _most_frequent(counts: Mapping[str, float]) -> str:
 
 
 def _save_interval(report: SimulationReport) -> str:
-    if report.interval is None:
+    if report.interval_seconds is None:
         return ": failures need no saves"
-    best = f" (best of the closed form: {duration(report.best)})" if report.best else ""
-    return f", saved every {duration(report.interval)}{best}"
+    best = f" (best of the closed form: {duration(report.best_interval_seconds)})" if report.best_interval_seconds else ""
+    return f", saved every {duration(report.interval_seconds)}{best}"
 
 
 def _intervals(report: SimulationReport) -> list[str]:

@@ -50,9 +50,9 @@ def test_llama_3_with_its_published_failures() -> None:
     assert sum(found.failures.values()) == pytest.approx(419, rel=0.08)  # spare nodes are few
     assert found.goodput.low > 0.90 and "end" not in found.actions  # 100 failures are no reason to give up a run that gets on
     assert found.goodput.mean == pytest.approx(found.closed, abs=0.01)
-    assert found.mtbf is not None
-    assert found.closed == pytest.approx(float(goodput(328.0, found.mtbf, 5.0, 603.0)), abs=0.002)
-    assert found.best == pytest.approx(330, abs=2) and found.keep == "memory" and found.spares == 16
+    assert found.mtbf_seconds is not None
+    assert found.closed == pytest.approx(float(goodput(328.0, found.mtbf_seconds, 5.0, 603.0)), abs=0.002)
+    assert found.best_interval_seconds == pytest.approx(330, abs=2) and found.keep == "memory" and found.spares == 16
     assert sum(found.spent.values()) == pytest.approx(1.0)
     # Phalanx's own recovery takes less than that.
     own = answered(LLAMA3, days=54.0, runs=3, study=False)
@@ -79,24 +79,26 @@ def test_the_best_interval_is_near_the_closed_forms() -> None:
     found = simulate(
         run, worse, judge(run, worse), SimulationRequest(days=8.0, runs=6, keep="disk", stall=20.0, restart=120.0), judge
     )
-    assert found.best is not None and found.interval == pytest.approx(100 * found.candidate.seconds)
+    assert found.best_interval_seconds is not None and found.interval_seconds == pytest.approx(100 * found.candidate.seconds)
     best = max(found.intervals, key=lambda one: one.goodput)
-    assert 0.4 * found.best < best.value < 2.6 * found.best
+    assert 0.4 * found.best_interval_seconds < best.value < 2.6 * found.best_interval_seconds
     for one in found.intervals:
         assert one.closed is not None and one.goodput == pytest.approx(one.closed, abs=0.01)
 
 
 def test_replicas_need_no_saves_and_a_machine_that_never_fails_no_luck() -> None:
     found = answered(small(resilience=Resilience(spares=4)), runs=3)
-    assert found.keep == "replicas" and found.interval is None and not found.intervals
+    assert found.keep == "replicas" and found.interval_seconds is None and not found.intervals
     assert found.goodput.mean == pytest.approx(found.closed, abs=0.01)
-    assert found.finish.low <= found.finish.mean <= found.finish.high
-    assert found.finish.mean == pytest.approx(found.candidate.days / found.goodput.mean, rel=0.01)
+    assert found.finish_days.low <= found.finish_days.mean <= found.finish_days.high
+    assert found.finish_days.mean == pytest.approx(found.candidate.days / found.goodput.mean, rel=0.01)
     run = small()
     calm = replace(hardware(run, None), failures=None)
     quiet = simulate(run, calm, judge(run, calm), SimulationRequest(runs=2), judge)
-    assert quiet.goodput.mean == quiet.closed == pytest.approx(1.0) and quiet.finish.mean == pytest.approx(quiet.candidate.days)
-    assert quiet.mtbf is None and not quiet.failures and not quiet.spare_nodes
+    assert quiet.goodput.mean == quiet.closed == pytest.approx(1.0) and quiet.finish_days.mean == pytest.approx(
+        quiet.candidate.days
+    )
+    assert quiet.mtbf_seconds is None and not quiet.failures and not quiet.spare_nodes
 
 
 def test_what_cannot_be_simulated_is_refused() -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from phalanx.planning.cost.run_cost import best_interval, goodput
 from phalanx.planning.machines.cluster import Failures
-from phalanx.planning.simulate.simulated_policy import DecisionCache, FaultSampler, detection_seconds, fault_kind
+from phalanx.planning.simulate.simulated_policy import DecisionCache, detection_seconds, fault_kind
 from phalanx.planning.simulate.simulated_run import SaveSchedule, Scenario, Trial, run_trial
 from phalanx.spec.layout import Layout
 from phalanx.spec.run import Resilience
@@ -71,7 +71,7 @@ def test_goodput_is_the_closed_forms(layout_of: int) -> None:
     found = {}
     for every, stall in ((82, 5.0), (450, 5.0), (82, 60.0)):
         saves = SaveSchedule(keep="memory", memory_every=every, memory_stall=stall, disk_every=every, disk_stall=0.0)
-        trials = [run_trial(replace(here, saves=saves), FaultSampler(1, number)) for number in range(8)]
+        trials = [run_trial(replace(here, saves=saves), 1, number) for number in range(8)]
         found[every, stall] = fmean(trial.goodput for trial in trials)
         assert found[every, stall] == pytest.approx(goodput(4.0 * every, mtbf, stall, 600.0), abs=0.005)
         adds_up(trials[0])
@@ -83,7 +83,7 @@ def test_goodput_is_the_closed_forms(layout_of: int) -> None:
 
 def test_nothing_fails_and_nothing_is_lost() -> None:
     saves = SaveSchedule(keep="memory", memory_every=10, memory_stall=0.5, disk_every=100, disk_stall=2.0)
-    trial = run_trial(world(LLAMA3, 0, failures=None, saves=saves, steps=1000), FaultSampler(0, 0))
+    trial = run_trial(world(LLAMA3, 0, failures=None, saves=saves, steps=1000), 0)
     assert trial.finished and trial.steps == 1000
     assert trial.seconds == pytest.approx(1000 * 4.0 + 100 * 0.5 + 10 * 2.0)
     assert trial.spent["computing"] == pytest.approx(4000.0) and trial.goodput == pytest.approx(4000 / 4070)
@@ -100,13 +100,13 @@ def test_the_last_step_is_taken_once() -> None:
             horizon=100 * DAY,
             step=lambda one: 3.5786513710138 * 64 / one.ranks,
         )
-        trial = run_trial(here, FaultSampler(number, 0))
+        trial = run_trial(here, number)
         assert trial.finished and trial.spent["lost"] < 400 * trial.components.total() + 1.0
 
 
 def test_months_of_a_large_cluster_need_few_decisions_of_the_live_policy() -> None:
     scenario = world(LLAMA3, 16)
-    trial = run_trial(scenario, FaultSampler(0, 0))
+    trial = run_trial(scenario, 0)
     assert scenario.cache.decided <= 10, "equal situations are decided once"
     assert 300 < trial.components.total() < 550 and len(trial.marks) == trial.components.total()
 
@@ -122,7 +122,7 @@ def test_equal_nodes_are_taken_for_each_other_without_harm(settings: Resilience)
         if not settings.shrink:  # while a run waits, only the numbers of lost nodes differ, and by them who had whose copies
             here = replace(here, saves=replace(here.saves, keep="replicas"))
         here.cache.merge_equal_nodes = merge
-        return [run_trial(here, FaultSampler(3, number)) for number in range(4)], here.cache.decided
+        return [run_trial(here, 3, number) for number in range(4)], here.cache.decided
 
     for spares in (0, 2):
         merged, few = played(True, spares)
@@ -136,15 +136,13 @@ def test_equal_nodes_are_taken_for_each_other_without_harm(settings: Resilience)
 def test_without_spares_the_run_shrinks_and_grows_back() -> None:
     settings = replace(AT_ONCE, node_return=7200.0)
     here = world(Layout(data=8, tensor=8), 0, settings, batch=840, failures=Failures(rates=(("gpu", 2e-4),), source="a test"))
-    trial = run_trial(here, FaultSampler(0, 0))
+    trial = run_trial(here, 0)
     adds_up(trial)
     assert trial.actions["shrink"] > 20 and trial.actions["grow"] > 20
     # Two hours on 7 of 8 nodes: an eighth more for each step.
     assert trial.spent["slower"] > 0
     assert {span.devices for span in trial.spans if span.state == "slower"} <= {56, 48, 40, 32, 24}
-    waiting = run_trial(
-        replace(here, cache=world(Layout(data=8, tensor=8), 0, replace(settings, shrink=False)).cache), FaultSampler(0, 0)
-    )
+    waiting = run_trial(replace(here, cache=world(Layout(data=8, tensor=8), 0, replace(settings, shrink=False)).cache), 0)
     adds_up(waiting)
     assert waiting.actions["wait"] > 20 and waiting.spent["waiting"] > 0 == waiting.spent["slower"]
     assert waiting.goodput < trial.goodput
@@ -158,7 +156,7 @@ def test_what_is_lost_depends_on_where_the_state_is() -> None:
     for keep in ("replicas", "memory", "disk"):
         every = 82 if keep == "memory" else None
         here = world(layout, 20, failures=rates(1e-3), saves=replace(saves, keep=keep, memory_every=every))
-        trials = [run_trial(here, FaultSampler(5, number)) for number in range(6)]
+        trials = [run_trial(here, 5, number) for number in range(6)]
         lost[keep] = sum(trial.spent["lost"] for trial in trials) / sum(trial.components.total() for trial in trials)
     assert lost["replicas"] < 4.0 < lost["memory"] < 82 * 4.0 < 450 * 2.0 < lost["disk"]
 
@@ -167,9 +165,7 @@ def test_a_run_that_gives_up_is_started_by_somebody() -> None:
     """A failure in about 14 steps: 31 of them lie within 1,000."""
     settings = replace(AT_ONCE, restarts=30)
     saves = SaveSchedule(keep="memory", memory_every=1, memory_stall=0.0, disk_every=1, disk_stall=0.0)
-    trial = run_trial(
-        world(LLAMA3, 400, settings, saves=saves, failures=rates(LLAMA * 200), restart=1.0, horizon=DAY), FaultSampler(0, 0)
-    )
+    trial = run_trial(world(LLAMA3, 400, settings, saves=saves, failures=rates(LLAMA * 200), restart=1.0, horizon=DAY), 0)
     adds_up(trial)
     assert trial.components.total() > 600
     assert trial.actions["end"] == trial.components.total() // 31
@@ -182,12 +178,12 @@ def test_months_of_failures_are_no_reason_to_give_up(keep: Any) -> None:
     saves = SaveSchedule(keep=keep, memory_every=82, memory_stall=5.0, disk_every=82, disk_stall=0.0)
     for worse in (1, 2.5):
         here = world(LLAMA3, 40, replace(AT_ONCE, restarts=Resilience().restarts), saves=saves, failures=rates(LLAMA * worse))
-        trial = run_trial(here, FaultSampler(0, 0))
+        trial = run_trial(here, 0)
         assert trial.components.total() > 300 * worse and not trial.actions["end"]
 
 
 def test_planned_pauses_lose_nothing() -> None:
-    trial = run_trial(world(LLAMA3, 0, failures=None, maintenance=(7 * DAY, 3600.0)), FaultSampler(0, 0))
+    trial = run_trial(world(LLAMA3, 0, failures=None, maintenance=(7 * DAY, 3600.0)), 0)
     adds_up(trial)
     assert trial.actions["maintenance"] == 7 and trial.spent["maintenance"] == pytest.approx(7 * 3600.0)
     assert trial.spent["restart"] == pytest.approx(7 * 600.0)
@@ -195,7 +191,7 @@ def test_planned_pauses_lose_nothing() -> None:
 
 
 def test_a_cluster_that_fails_faster_than_it_starts_gets_nowhere() -> None:
-    trial = run_trial(world(LLAMA3, 4000, failures=rates(LLAMA * 200), horizon=DAY / 4), FaultSampler(0, 0))
+    trial = run_trial(world(LLAMA3, 4000, failures=rates(LLAMA * 200), horizon=DAY / 4), 0)
     adds_up(trial)
     assert trial.goodput < 0.02 and trial.components.total() > 250
 

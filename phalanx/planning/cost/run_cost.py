@@ -11,6 +11,7 @@ import numpy as np
 
 from phalanx.planning.machines.cluster import Hardware
 from phalanx.planning.machines.rates import Column
+from phalanx.spec.layout import Layout
 
 DETECT = 10.0
 """Seconds until a failure is detected: 2.5 by the missing heartbeat of a lost node, longer where connections break and
@@ -65,6 +66,11 @@ class Upkeep:
     goodput: Column
     in_memory: Column
     """Whether copies are in host memory, on two nodes each; else they go to storage."""
+
+
+def saved_bytes(parameters: int, layout: Layout) -> float:
+    """Bytes that a rank saves, which only one replica does: its part of the weights and Adam's two moments, in fp32."""
+    return 12.0 * parameters / (layout.pipeline * layout.tensor * layout.shard)
 
 
 def upkeep(hardware: Hardware, *, state: Column, ranks: Column, step: Column) -> Upkeep:

@@ -8,7 +8,7 @@ from typing import Literal, cast
 
 from phalanx.planning.cost.footprint import Footprint, footprint
 from phalanx.planning.cost.job_table import OFFLOAD, RECOMPUTE, JobTable
-from phalanx.planning.cost.run_cost import cost, upkeep
+from phalanx.planning.cost.run_cost import cost, saved_bytes, upkeep
 from phalanx.planning.cost.step_time import PARTS, Times, step_times
 from phalanx.planning.machines.rates import Rates
 from phalanx.planning.search.space import Columns, Space, at, layout_of, pick
@@ -181,7 +181,7 @@ def _candidate(space: Space, jobs: JobTable, memory: Footprint, times: Times, ro
     run, hardware = space.run, space.hardware
     layout = layout_of(run, jobs, row)
     tokens = run.batch_tokens / seconds
-    state = 12.0 * run.model.parameters() / (layout.pipeline * layout.tensor * layout.shard)
+    state = saved_bytes(run.model.parameters(), layout)
     maintenance = upkeep(hardware, state=state, ranks=space.gpus, step=seconds)
     useful_fraction = float(maintenance.goodput)
     spent = cost(hardware, step=seconds, steps=run.steps, goodput=useful_fraction, devices=space.gpus)

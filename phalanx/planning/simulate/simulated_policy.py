@@ -7,10 +7,9 @@ situation once. What depends on earlier failures (repeated failures, too many fa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from random import Random
 from typing import Literal
 
 from phalanx.planning.machines.cluster import Failures
@@ -80,27 +79,6 @@ def mean_detection_seconds(failures: Failures, settings: Resilience, step: float
     """Mean over the components, weighted by how often each fails."""
     weighted = sum(rate * detection_seconds(fault_kind(component), settings, step) for component, rate in failures.rates)
     return weighted / failures.rate if failures.rate else 0.0
-
-
-class FaultSampler:
-    """Random draws of one simulated run. Failure times have a generator of their own: runs that differ in spares or saves then
-    meet the same failures as far as possible."""
-
-    def __init__(self, seed: int, trial: int):
-        self._times, self._choices = Random(f"{seed}/{trial}/when"), Random(f"{seed}/{trial}/what")
-
-    def hazard(self) -> float:
-        """Accumulated hazard until the next failure."""
-        return self._times.expovariate(1.0)
-
-    def component(self, names: Sequence[str], cumulative_weights: Sequence[float]) -> str:
-        return self._choices.choices(names, cum_weights=cumulative_weights)[0]
-
-    def device(self, devices: int) -> int:
-        return self._choices.randrange(devices)
-
-    def repair(self, mean: float) -> float:
-        return self._choices.expovariate(1.0 / mean) if mean > 0 else 0.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)

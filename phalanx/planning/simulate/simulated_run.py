@@ -13,17 +13,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
 from math import inf
+from random import Random
 from typing import Literal
 
 from phalanx.planning.machines.cluster import Failures
-from phalanx.planning.simulate.simulated_policy import (
-    DecisionCache,
-    Fault,
-    FaultSampler,
-    SimulatedPolicy,
-    detection_seconds,
-    fault_kind,
-)
+from phalanx.planning.simulate.simulated_policy import DecisionCache, Fault, SimulatedPolicy, detection_seconds, fault_kind
 from phalanx.recovery.state import Action, EndRun, NewGeneration, Wait
 from phalanx.spec.layout import Layout
 
@@ -167,14 +161,16 @@ class Trial:
         return self.spent["computing"] / self.seconds if self.seconds else 1.0
 
 
-def run_trial(scenario: Scenario, sampler: FaultSampler) -> Trial:
-    """Simulates a run from its first step to its last, or to the horizon."""
-    return _TrialRunner(scenario, sampler).run()
+def run_trial(scenario: Scenario, seed: int, number: int = 0) -> Trial:
+    """Simulates a run from its first step to its last, or to the horizon; `number`: of the trials with this seed."""
+    return _TrialRunner(scenario, f"{seed}/{number}").run()
 
 
 class _TrialRunner:
-    def __init__(self, scenario: Scenario, sampler: FaultSampler):
-        self.scenario, self.sampler = scenario, sampler
+    def __init__(self, scenario: Scenario, seed: str):
+        self.scenario = scenario
+        # Failure times have a generator of their own: runs that differ in spares or saves then meet the same failures as far as possible.
+        self.times, self.choices = Random(f"{seed}/when"), Random(f"{seed}/what")
         self.policy = SimulatedPolicy(scenario.cache, scenario.nodes)
         self.trial = Trial()
         self.now = 0.0
@@ -184,8 +180,8 @@ class _TrialRunner:
         """Newest steps in host memory and on disk."""
         self.returns: list[float] = []
         """Times at which lost nodes return, as a heap."""
-        self.hazard = sampler.hazard()
-        """Hazard left until the next failure."""
+        self.hazard = self.times.expovariate(1.0)
+        """Accumulated hazard until the next failure."""
         self.full_speed = scenario.step(scenario.cache.wanted)
         """Seconds of a step on the wanted layout."""
         rates = scenario.failures.rates if scenario.failures else ()
@@ -221,15 +217,15 @@ class _TrialRunner:
                 return None
             if time == returns:
                 return heapq.heappop(self.returns)
-            self.hazard = self.sampler.hazard()
+            self.hazard = self.times.expovariate(1.0)
             fault = self._draw_fault()
             if fault is not None:
                 return fault
 
     def _draw_fault(self) -> Fault | None:
         """Draws the component and the device that fail; None if the failure does not affect the run."""
-        component = self.sampler.component(self.names, self.weights)
-        kind, device = fault_kind(component), self.sampler.device(self.policy.healthy * self.scenario.cache.slots)
+        component = self.choices.choices(self.names, cum_weights=self.weights)[0]
+        kind, device = fault_kind(component), self.choices.randrange(self.policy.healthy * self.scenario.cache.slots)
         missing = len(self.policy.missing) * self.scenario.cache.slots
         if self.policy.waiting and kind != "node":
             return None  # no rank runs that could fail
@@ -247,8 +243,9 @@ class _TrialRunner:
         return Fault(component, kind, device)
 
     def _repair(self) -> None:
-        settings = self.scenario.cache.settings
-        wait = settings.node_return if settings.node_return is not None else self.sampler.repair(self.scenario.repair)
+        wait, mean = self.scenario.cache.settings.node_return, self.scenario.repair
+        if wait is None:
+            wait = self.choices.expovariate(1.0 / mean) if mean > 0 else 0.0
         heapq.heappush(self.returns, self.now + wait)
 
     def _spend(self, use: str, start: float) -> None:
@@ -390,24 +387,21 @@ class _TrialRunner:
 
     def _relaunch(self) -> None:
         """The run has given up: a person restarts it."""
-        start = self.now
-        self._idle(self.scenario.relaunch)
-        self._spend("waiting", start)
-        self.next = self._phase_of(self.policy.on_relaunch(self.step, self.policy.healthy))
+        self._stop(self.scenario.relaunch, "waiting")
 
     def _maintain(self) -> None:
         """A planned pause: the state is saved, no step is lost."""
         assert self.scenario.maintenance is not None
-        start, (every, length) = self.now, self.scenario.maintenance
-        self._idle(self.scenario.saves.disk_stall + self.scenario.saves.disk_write + length)
+        saves, (every, length) = self.scenario.saves, self.scenario.maintenance
         self.memory, self.disk, self.pause = self.step, self.step, self.pause + every
-        self._spend("maintenance", start)
         self.trial.actions["maintenance"] += 1
-        self.next = self._phase_of(self.policy.on_relaunch(self.step, self.policy.healthy))
+        self._stop(saves.disk_stall + saves.disk_write + length, "maintenance")
 
-    def _idle(self, seconds: float) -> None:
-        """Lets time pass in which no rank runs and no failure counts."""
-        self.now = min(self.now + seconds, self.scenario.horizon)
+    def _stop(self, seconds: float, use: str) -> None:
+        """Lets time pass in which no rank runs and no failure counts, and starts the run again."""
+        start, self.now = self.now, min(self.now + seconds, self.scenario.horizon)
         while self.returns and self.returns[0] <= self.now:
             heapq.heappop(self.returns)
             self.policy.free += 1
+        self._spend(use, start)
+        self.next = self._phase_of(self.policy.on_relaunch(self.step, self.policy.healthy))

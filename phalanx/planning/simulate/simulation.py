@@ -9,14 +9,15 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
+from functools import cache
 from statistics import fmean
 from typing import Any
 
-from phalanx.planning.cost.run_cost import DETECT, best_interval, goodput, upkeep
+from phalanx.planning.cost.run_cost import DETECT, best_interval, goodput, saved_bytes, upkeep
 from phalanx.planning.machines.cluster import Hardware
 from phalanx.planning.search.candidate import Candidate
-from phalanx.planning.simulate.simulated_policy import DecisionCache, FaultSampler, fault_kind, mean_detection_seconds
+from phalanx.planning.simulate.simulated_policy import DecisionCache, fault_kind, mean_detection_seconds
 from phalanx.planning.simulate.simulated_run import TIME_USES, SaveSchedule, Scenario, StateSource, Trial, run_trial
 from phalanx.recovery.policy import WINDOW
 from phalanx.recovery.relayout import replicated_elsewhere
@@ -30,8 +31,6 @@ EvaluateLayout = Callable[[Run, Hardware], Candidate]
 """Returns the step time and the memory of a run on the layout that it names."""
 
 DAY = 86400.0
-_STATE_BYTES = 12
-"""Saved bytes of a parameter: the weight and Adam's two moments, in fp32."""
 _COPY_BUDGET = 0.005
 """Fraction of the time that default copies into host memory may take, as in the live trainer."""
 _LONGEST = 10.0
@@ -78,25 +77,28 @@ class ClusterModel:
         self, run: Run, hardware: Hardware, candidate: Candidate, request: SimulationRequest, evaluate: EvaluateLayout
     ):
         self._run, self.hardware, self._candidate, self.request, self._evaluate = run, hardware, candidate, request, evaluate
-        self._candidates: dict[Layout, Candidate | None] = {candidate.layout: candidate}
+        self._on = cache(self._evaluated)
         self.step = candidate.seconds
         self.used = -(-candidate.layout.ranks // hardware.node)
-        state = state_bytes(run, candidate.layout)
+        state = saved_bytes(run.model.parameters(), candidate.layout)
         costs = upkeep(hardware, state=state, ranks=candidate.layout.ranks, step=candidate.seconds)
         self.mtbf = float(costs.mtbf)
         # `upkeep` counts detection as part of the restart. Here detection depends on the kind of failure.
         self._restart = request.restart if request.restart is not None else float(costs.restart) - DETECT
         self._stall = request.stall if request.stall is not None else float(costs.stall)
-        self._write_seconds = state * hardware.node / hardware.storage
-        cache = DecisionCache(
+        write = 0.0 if request.stall is not None else state * hardware.node / hardware.storage
+        self._disk = (self._stall, write) if run.checkpoint.async_save else (self._stall + write, 0.0)
+        """Seconds that training waits for a checkpoint, and seconds until it is complete in the background."""
+        decisions = DecisionCache(
             candidate.layout, hardware.node, lambda layout: self._on(layout) is not None, run.resilience, run.batch
         )
-        self.keep = request.keep or self._live_source(cache, bool(costs.in_memory))
+        self.keep = request.keep or self._live_source(decisions, bool(costs.in_memory))
         self.best = None if self.keep == "replicas" or not math.isfinite(self.mtbf) else self._best()
         self.interval = self._interval()
+        spares = (run.resilience.spares or None) if request.spares is None else request.spares
         self.scenario = Scenario(
-            cache=cache,
-            nodes=self._nodes(),
+            cache=decisions,
+            nodes=max(hardware.nodes, self.used) if spares is None else self.used + spares,
             failures=hardware.failures,
             step=self._seconds,
             saves=self.saves(self.interval),
@@ -110,28 +112,17 @@ class ClusterModel:
 
     # --- the scenario ---
 
-    def _live_source(self, cache: DecisionCache, in_memory: bool) -> StateSource:
+    def _live_source(self, decisions: DecisionCache, in_memory: bool) -> StateSource:
         """The choice of control/recover: in-memory replicas if some node holds state that no other node has."""
         copies = self._run.checkpoint.memory_every is not None
         identical = self._run.optimizer.sync_every == 1
-        if not copies and identical and replicated_elsewhere(self._candidate.layout, cache.initial.assignment):
+        if not copies and identical and replicated_elsewhere(self._candidate.layout, decisions.initial.assignment):
             return "replicas"
         return "memory" if in_memory or copies else "disk"
 
-    def _nodes(self) -> int:
-        spares = self.request.spares if self.request.spares is not None else self._run.resilience.spares
-        return self.used + spares if spares or self.request.spares is not None else max(self.hardware.nodes, self.used)
-
-    def _disk(self) -> tuple[float, float]:
-        """Seconds that training waits for a checkpoint, and seconds until it is complete in the background."""
-        if self.request.stall is not None:
-            return self._stall, 0.0
-        in_background = self._run.checkpoint.async_save
-        return (self._stall, self._write_seconds) if in_background else (self._stall + self._write_seconds, 0.0)
-
     def _best(self) -> float:
         """The best interval between saves by the closed form, but not shorter than a step or than the time to write a checkpoint."""
-        stall, write = self._disk() if self.keep == "disk" else (self._stall, 0.0)
+        stall, write = self._disk if self.keep == "disk" else (self._stall, 0.0)
         return max(float(best_interval(self.mtbf, stall)), write, self.step)
 
     def _interval(self) -> float | None:
@@ -149,7 +140,7 @@ class ClusterModel:
     def saves(self, interval: float | None) -> SaveSchedule:
         """The saves of a run that saves every `interval` seconds."""
         every = None if interval is None else max(1, round(interval / self.step))
-        stall, write = self._disk()
+        stall, write = self._disk
         disk = every if self.keep == "disk" else self._run.checkpoint.every
         if disk is None and self.best:  # for a failure that loses all replicas
             rare = max(float(best_interval(self.mtbf * 100, stall)), write, interval or 0.0)
@@ -172,15 +163,12 @@ class ClusterModel:
         assert candidate is not None, "the policy uses legal layouts only"
         return candidate.seconds
 
-    def _on(self, layout: Layout) -> Candidate | None:
-        """The run on another layout; None if the layout is illegal or does not fit."""
-        if layout not in self._candidates:
-            self._candidates[layout] = self._evaluated(layout)
-        return self._candidates[layout]
-
     def _evaluated(self, layout: Layout) -> Candidate | None:
-        """As control/recover builds it: the same batch, and a micro-batch that divides a replica's share."""
+        """The run on another layout, as control/recover builds it: the same batch, and a micro-batch that divides a replica's share.
+        None if the layout is illegal or does not fit."""
         run, candidate = self._run, self._candidate
+        if layout == candidate.layout:
+            return candidate
         if run.batch % layout.replicas or (run.optimizer.sync_every > 1 and layout.data != candidate.layout.data):
             return None
         share = run.batch // layout.replicas
@@ -239,11 +227,6 @@ class ClusterModel:
         return *self.hardware.assumed, *lines
 
 
-def state_bytes(run: Run, layout: Layout) -> float:
-    """Bytes that a rank saves: its part of the weights and moments, which only one replica saves."""
-    return _STATE_BYTES * run.model.parameters() / (layout.pipeline * layout.tensor * layout.shard)
-
-
 @dataclass(frozen=True, slots=True)
 class Band:
     """Mean, P10 and P90 over the simulated runs."""
@@ -277,17 +260,17 @@ class SimulationReport:
     nodes: int
     spares: int
     keep: StateSource
-    interval: float | None
+    interval_seconds: float | None
     """Seconds of training between saves; None: other ranks hold the state, and failures need no saves."""
-    mtbf: float | None
+    mtbf_seconds: float | None
     """Mean seconds between failures; None: nothing fails."""
     goodput: Band
-    finish: Band
+    finish_days: Band
     """Days until the last step."""
     closed: float
     """Goodput of the closed form for the same rates, interval, stall and restart."""
-    best: float | None
-    """Best interval of the closed form."""
+    best_interval_seconds: float | None
+    """By the closed form."""
     failures: Mapping[str, float]
     """Failures of one run, by component."""
     actions: Mapping[str, float]
@@ -303,32 +286,21 @@ class SimulationReport:
     """The first run, with its timeline."""
     decisions: int
     """Decisions of the live policy."""
-    seconds: float
+    cpu_seconds: float
     """CPU time of the simulation."""
-    assumptions: tuple[str, ...]
+    assumed: tuple[str, ...]
 
     def to_json(self) -> dict[str, Any]:
         """The object that `phalanx simulate --json` prints."""
-        same = ("runs", "nodes", "spares", "keep", "closed", "failures", "actions", "spent", "pays", "priced", "decisions")
-        return {name: getattr(self, name) for name in same} | {
-            "ranks": self.candidate.layout.ranks,
-            "assumed": self.assumptions,
-            "goodput": self.goodput.mean,
-            "goodput_p10": self.goodput.low,
-            "goodput_p90": self.goodput.high,
-            "finish_days": self.finish.mean,
-            "finish_days_p10": self.finish.low,
-            "finish_days_p90": self.finish.high,
-            "intervals": [asdict(variation) for variation in self.intervals],
-            "spare_nodes": [asdict(variation) for variation in self.spare_nodes],
-            "interval_seconds": self.interval,
-            "best_interval_seconds": self.best,
-            "mtbf_seconds": self.mtbf,
-            "step_seconds": self.candidate.seconds,
-            "layout": asdict(self.candidate.layout),
-            "cpu_seconds": self.seconds,
-            "simulated_days": self.trial.seconds / DAY,
-        }
+        table = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in ("candidate", "trial")}
+        for name in ("goodput", "finish_days"):
+            band = table[name]
+            table |= {name: band.mean, f"{name}_p10": band.low, f"{name}_p90": band.high}
+        for name in ("intervals", "spare_nodes"):
+            table[name] = [asdict(variation) for variation in table[name]]
+        layout = self.candidate.layout
+        step = {"ranks": layout.ranks, "layout": asdict(layout), "step_seconds": self.candidate.seconds}
+        return table | step | {"simulated_days": self.trial.seconds / DAY}
 
 
 def simulate(
@@ -347,12 +319,12 @@ def simulate(
         nodes=model.scenario.nodes,
         spares=model.scenario.nodes - model.used,
         keep=model.keep,
-        interval=model.interval,
-        mtbf=model.mtbf if math.isfinite(model.mtbf) else None,
+        interval_seconds=model.interval,
+        mtbf_seconds=model.mtbf if math.isfinite(model.mtbf) else None,
         goodput=_band([trial.goodput for trial in trials]),
-        finish=_band([model.days(trial) for trial in trials]),
+        finish_days=_band([model.days(trial) for trial in trials]),
         closed=model.closed_form_goodput(model.interval),
-        best=model.best,
+        best_interval_seconds=model.best,
         failures=_mean([trial.components for trial in trials]),
         actions=_mean([trial.actions for trial in trials]),
         spent={name: sum(trial.spent[name] for trial in trials) / seconds for name in TIME_USES},
@@ -362,8 +334,8 @@ def simulate(
         priced=hardware.price is not None,
         trial=trials[0],
         decisions=model.scenario.cache.decided,
-        seconds=time.process_time() - start,
-        assumptions=model.assumptions(),
+        cpu_seconds=time.process_time() - start,
+        assumed=model.assumptions(),
     )
 
 
@@ -388,7 +360,7 @@ def _check(hardware: Hardware, candidate: Candidate, request: SimulationRequest)
 
 
 def _trials(model: ClusterModel, scenario: Scenario, runs: int) -> list[Trial]:
-    return [run_trial(scenario, FaultSampler(model.request.seed, number)) for number in range(runs)]
+    return [run_trial(scenario, model.request.seed, number) for number in range(runs)]
 
 
 def _other_intervals(model: ClusterModel) -> tuple[Variation, ...]:
