@@ -31,11 +31,9 @@ PLAIN = """\
 _NOW = datetime(2024, 7, 26)
 """The date in every template, because ids must not depend on the day they were made. Llama's template defaults to it."""
 
+MESSAGES, NO_ANSWER, REFUSED, UNCLEAR = "bad messages", "no answer", "refused by the template", "answer not found"
+
 Message = Mapping[str, Any]
-
-
-class TemplateRefusal(Exception):
-    """The template raised an error for this conversation; the message is the template's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +73,8 @@ class ChatTemplate:
         self._check_shows_answers()
 
     def render(self, messages: Sequence[Message], *, prompt: bool = False, **more: Any) -> Rendered:
-        """Renders a conversation. `prompt`: adds the generation prompt. Has answers only if the template marks them."""
+        """Renders a conversation. `prompt`: adds the generation prompt. Has answers only if the template marks them. Raises BadRecord with
+        the message of a template that raises an error."""
         try:
             marked = self._compiled.render(
                 **({"tools": None, "documents": None} | more),
@@ -84,7 +83,7 @@ class ChatTemplate:
                 **self._special,
             )
         except Exception as error:  # templates may raise anything
-            raise TemplateRefusal(str(error) or type(error).__name__) from None
+            raise BadRecord(REFUSED, str(error) or type(error).__name__) from None
         if not self.marks_answers:
             return Rendered(marked, ())
         pieces: list[str] = []
@@ -106,7 +105,7 @@ class ChatTemplate:
         turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
         try:
             shown = self.render(turns)
-        except TemplateRefusal:
+        except BadRecord:
             return  # it may need more than a plain conversation; the records will show
         if answer not in shown.text:
             raise RunError(
@@ -146,9 +145,6 @@ def _environment(mark: str) -> Any:
     return environment
 
 
-MESSAGES, NO_ANSWER, REFUSED, UNCLEAR = "bad messages", "no answer", "refused by the template", "answer not found"
-
-
 def template_of(source: Source, tokenizer: Tokenizer) -> tuple[str, str]:
     """The template of a source: its display name and its text. Raises RunError if there is none."""
     if source.template == "plain":
@@ -175,28 +171,22 @@ class ChatRenderer:
     def __init__(self, template: ChatTemplate, field: str, prompt_field: str, answer_field: str):
         self._template, self._field, self._prompt, self._answer = template, field, prompt_field, answer_field
 
-    def render(self, record: Mapping[str, Any]) -> Rendered | BadRecord:
+    def render(self, record: Mapping[str, Any]) -> Rendered:
+        """Raises BadRecord if the record is no conversation with an answer."""
         messages = self._messages(record)
-        if isinstance(messages, BadRecord):
-            return messages
         if not any(turn["role"] == "assistant" and (turn["content"] or turn.get("tool_calls")) for turn in messages):
-            return BadRecord(NO_ANSWER, "every message of the assistant is empty")
+            raise BadRecord(NO_ANSWER, "every message of the assistant is empty")
         extra = {"tools": record["tools"]} if isinstance(record.get("tools"), list) else {}
-        try:
-            rendered = self._with_answers(messages, extra)
-        except TemplateRefusal as error:
-            return BadRecord(REFUSED, str(error))
-        if isinstance(rendered, BadRecord):
-            return rendered
+        rendered = self._with_answers(messages, extra)
         try:
             rendered.text.encode()
         except UnicodeEncodeError as error:
-            return BadRecord(NOT_UTF8, f"an unpaired surrogate: {rendered.text[error.start]!r}")
+            raise BadRecord(NOT_UTF8, f"an unpaired surrogate: {rendered.text[error.start]!r}") from None
         if not rendered.answers:
-            return BadRecord(NO_ANSWER, "the template marks no answer")
+            raise BadRecord(NO_ANSWER, "the template marks no answer")
         return replace(rendered, ends=messages[-1]["role"] == "assistant")
 
-    def _with_answers(self, messages: list[Message], extra: dict[str, Any]) -> Rendered | BadRecord:
+    def _with_answers(self, messages: list[Message], extra: dict[str, Any]) -> Rendered:
         whole = self._template.render(messages, **extra)
         if self._template.marks_answers:
             return whole
@@ -206,13 +196,13 @@ class ChatRenderer:
                 continue
             before = self._template.render(messages[:number], prompt=True, **extra).text
             until = self._template.render(messages[: number + 1], **extra).text
-            answer = _answer_range(whole.text, before, until, message)
-            if isinstance(answer, BadRecord):
-                return BadRecord(answer.reason, f"message {number}: {answer.detail}")
-            answers.append(answer)
+            try:
+                answers.append(_answer_range(whole.text, before, until, message))
+            except ValueError as error:
+                raise BadRecord(UNCLEAR, f"message {number}: {error}") from None
         return Rendered(whole.text, tuple(answers))
 
-    def _messages(self, record: Mapping[str, Any]) -> list[Message] | BadRecord:
+    def _messages(self, record: Mapping[str, Any]) -> list[Message]:
         value: Any = record
         for name in [self._field] if self._field in record else self._field.split("."):
             value = value.get(name) if isinstance(value, dict) else None
@@ -222,18 +212,18 @@ class ChatRenderer:
                 value.insert(0, {"role": "system", "content": record["system"]})
         if value is None:
             fields = ", ".join(map(str, list(record)[:10])) or "none"
-            return BadRecord(
+            raise BadRecord(
                 MISSING, f'neither "{self._field}" nor "{self._prompt}" and "{self._answer}"; its fields are: {fields}'
             )
         if not isinstance(value, list) or not value:
-            return BadRecord(MESSAGES, f'"{self._field}" is not a list of messages')
+            raise BadRecord(MESSAGES, f'"{self._field}" is not a list of messages')
         messages: list[Message] = []
         for number, message in enumerate(value):
             if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-                return BadRecord(MESSAGES, f"message {number} is not an object with a role")
+                raise BadRecord(MESSAGES, f"message {number} is not an object with a role")
             content = _content(message)
             if content is None:
-                return BadRecord(MESSAGES, f"the content of message {number} is not text")
+                raise BadRecord(MESSAGES, f"the content of message {number} is not text")
             messages.append({**message, "content": content})
         return messages
 
@@ -267,14 +257,15 @@ def _content(message: Mapping[str, Any]) -> str | None:
     return content if isinstance(content, str) else None
 
 
-def _answer_range(whole: str, before: str, until: str, message: Message) -> tuple[int, int] | BadRecord:
-    """Character range of a turn: from the end of the text that prompts for it (`before`) to the end of the turn (`until`)."""
+def _answer_range(whole: str, before: str, until: str, message: Message) -> tuple[int, int]:
+    """Character range of a turn: from the end of the text that prompts for it (`before`) to the end of the turn (`until`). Raises
+    ValueError if it is not known."""
     if not until.startswith(before):
-        return BadRecord(UNCLEAR, "the template changes the question once it is answered; mark answers in it (generation tag)")
+        raise ValueError("the template changes the question once it is answered; mark answers in it (generation tag)")
     last_line = next((line.strip() for line in reversed(message["content"].splitlines()) if line.strip()), "")
     added = until[len(before) :]
     if last_line not in added and json.dumps(last_line, ensure_ascii=False)[1:-1] not in added:
-        return BadRecord(UNCLEAR, "the template does not render this answer")
+        raise ValueError("the template does not render this answer")
     if whole.startswith(until):
         return len(before), len(until)
     # Some templates render earlier turns differently from the last one (they drop the thinking). The range is still known if
@@ -283,6 +274,4 @@ def _answer_range(whole: str, before: str, until: str, message: Message) -> tupl
     ending = until[until.rfind(content) + len(content) :] if content in added else None
     if ending is not None and whole.startswith(before + content + ending):
         return len(before), len(before) + len(content) + len(ending)
-    return BadRecord(
-        UNCLEAR, "the template renders earlier turns differently from the last; mark answers in it (generation tag)"
-    )
+    raise ValueError("the template renders earlier turns differently from the last; mark answers in it (generation tag)")

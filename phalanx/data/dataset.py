@@ -132,7 +132,9 @@ def open_corpus(
     source: Source, data: Data, tokenizer: Tokenizer, progress: ProgressCallback | None
 ) -> tuple[Corpus, dict[str, int]]:
     """The text of a source, and the number of its bad records by reason."""
-    source_kind = kind(source)
+    source_kind, table = kind(source), table_key(source)
+    if source_kind == "memory" and not any(source.documents):
+        raise RunError(f'{table}.source = "memory" but {table}.documents holds no text; give it at least one.')
     if source_kind == "tokens":
         return _open_tokens(source.paths, tokenizer, paths_key(source))
     corpus = _raw_corpus(source, source_kind) if isinstance(tokenizer, ByteTokenizer) else None
@@ -146,12 +148,9 @@ def open_corpus(
 
 def _raw_corpus(source: Source, source_kind: str) -> Corpus | None:
     """A corpus of unprepared bytes; None if the text has to be extracted or decompressed first."""
-    table = table_key(source)
     if source_kind == "stdlib":
-        return TextFileCorpus({file.path: file.size or 0 for file in stdlib_files(table)})
+        return TextFileCorpus({file.path: file.size or 0 for file in stdlib_files(table_key(source))})
     if source_kind == "memory":
-        if not any(source.documents):
-            raise RunError(f'{table}.source = "memory" but {table}.documents holds no text; give it at least one.')
         return MemoryCorpus(source.documents)
     if source_kind != "text" or any(map(is_url, source.paths)):
         return None

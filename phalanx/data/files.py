@@ -14,11 +14,14 @@ import tempfile
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, BinaryIO, Protocol, cast
+from functools import partial
+from typing import Any, BinaryIO, cast
 
 from phalanx.spec.errors import RunError
 from phalanx.spec.run import MixedSource, Source
 
+BLOCK = 1 << 20
+"""Bytes per read."""
 _JSON_LINES = (".jsonl", ".ndjson", ".json")
 _SUFFIXES = {"jsonl": _JSON_LINES, "chat": _JSON_LINES, "parquet": (".parquet", ".pq")}
 """Suffixes of the files that are read from a folder, by kind of source. Other kinds read every file."""
@@ -181,10 +184,6 @@ class _FileSearch:
         return files
 
 
-class Stream(Protocol):
-    def read(self, size: int, /) -> bytes: ...
-
-
 def is_url(path: str) -> bool:
     return "://" in path
 
@@ -261,70 +260,40 @@ def _download(system: Any, inner: str) -> BinaryIO:
         return open(copy.name, "rb")
 
 
-class Decompressed:
-    """The content of a file, decompressed if its name has the suffix of a compressed file. A damaged file raises a RunError
+def blocks(file: BinaryIO | gzip.GzipFile) -> Iterator[bytes]:
+    """The content of a file from its current position on."""
+    return iter(partial(file.read, BLOCK), b"")
+
+
+def decompressed(path: str) -> Iterator[bytes]:
+    """The content of a file in blocks, decompressed if its name has the suffix of a compressed file. A damaged file raises a RunError
     that names it."""
-
-    def __init__(self, path: str):
-        self._path = path
-        zstd = require("zstandard", ".zst", "data") if path.lower().endswith(_ZSTD) else None
-        self._file = open_binary(path)
-        self._source: Stream = self._file
-        if path.lower().endswith(_GZIP):
-            self._source = cast(Stream, gzip.GzipFile(fileobj=self._file))
-        elif zstd is not None:
-            self._source = _ZstdReader(self._file, zstd)
-
-    def read(self, size: int) -> bytes:
+    zstd = require("zstandard", ".zst", "data") if path.lower().endswith(_ZSTD) else None
+    damages = (zlib.error, gzip.BadGzipFile) if zstd is None else (zstd.ZstdError,)
+    with open_binary(path) as file, storage_errors(path):
         try:
-            return self._source.read(size)
+            if zstd is not None:
+                yield from _zstd_blocks(file, zstd)
+            else:
+                yield from blocks(gzip.GzipFile(fileobj=file) if path.lower().endswith(_GZIP) else file)
         except EOFError:
-            raise RunError(f"{self._path} is cut off: its compressed data has no end; copy or make it again.") from None
-        except (zlib.error, gzip.BadGzipFile, _Damaged) as error:
-            raise RunError(f"{self._path} is damaged ({error}): copy or make it again.") from None
-        except Exception as error:  # each storage has exceptions of its own
-            raise RunError(f"{self._path} cannot be read ({str(error) or type(error).__name__}).") from None
-
-    def close(self) -> None:
-        self._file.close()
+            raise RunError(f"{path} is cut off: its compressed data has no end; copy or make it again.") from None
+        except damages as error:
+            raise RunError(f"{path} is damaged ({error}): copy or make it again.") from None
 
 
-class _Damaged(Exception):
-    pass
-
-
-class _ZstdReader:
+def _zstd_blocks(file: BinaryIO, library: Any) -> Iterator[bytes]:
     """Decompresses zstd frames. The library's own reader takes a file that is cut off for one that ends; this one raises
     EOFError if the last frame is incomplete."""
-
-    def __init__(self, file: Stream, library: Any):
-        self._library, self._file = library, file
-        self._frame: Any = None
-        self._pending = b""  # compressed bytes that the decoder has not received yet
-        self._ready = io.BytesIO()
-
-    def read(self, size: int) -> bytes:
-        while not (block := self._ready.read(size)):
-            if not self._pending:
-                self._pending = self._file.read(1 << 16)
-            if not self._pending:
-                if self._frame is not None:
-                    raise EOFError
-                return b""
-            self._decode()
-        return block
-
-    def _decode(self) -> None:
-        if self._frame is None:
-            self._frame = self._library.ZstdDecompressor(max_window_size=1 << 31).decompressobj()
-        feed, self._pending = self._pending[:_ZSTD_FEED], self._pending[_ZSTD_FEED:]
-        try:
-            self._ready = io.BytesIO(self._frame.decompress(feed))
-        except self._library.ZstdError as error:
-            raise _Damaged(str(error)) from None
-        if self._frame.eof:
-            self._pending = self._frame.unused_data + self._pending
-            self._frame = None
+    frame: Any = None
+    for stored in iter(partial(file.read, _ZSTD_FEED), b""):
+        while stored:
+            frame = frame or library.ZstdDecompressor(max_window_size=1 << 31).decompressobj()
+            yield frame.decompress(stored)
+            stored = frame.unused_data  # of the next frame, if this one has ended
+            frame = None if frame.eof else frame
+    if frame is not None:
+        raise EOFError
 
 
 def require(package: str, what: str, extra: str) -> Any:

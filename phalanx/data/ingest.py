@@ -65,12 +65,12 @@ def cached_token_files(source: Source, data: Data, tokenizer: Tokenizer, progres
         try:
             folder.mkdir(parents=True, exist_ok=True)
             with locked(folder, wait=True):
-                ingest(plan, folder, data, progress)
+                ingest(plan, folder, progress)
         except OSError as error:
             raise RunError(
                 f'data.cache = "{data.cache}": {error.filename or folder} cannot be written ({error.strerror}).'
             ) from None
-    check_limit(plan, TokenMeta.read(folder).skipped, data.max_bad_records)
+    check_limit(plan.spec, TokenMeta.read(folder).skipped)
     return folder
 
 
@@ -98,7 +98,7 @@ def tokenize_into(
                     f"{folder} holds token files of something else ({other}); name another folder, or start over (--force)."
                 )
             try:
-                return ingest(plan, folder, data, progress)
+                return ingest(plan, folder, progress)
             except RunError:
                 if not _has_results(folder):  # refused before anything was made: leave nothing behind
                     _clear(folder)
@@ -129,23 +129,23 @@ def _check_folder(folder: Path) -> None:
         raise RunError(f"{folder} is not empty and holds other files ({min(inside)}): name another folder.")
 
 
-def ingest(plan: TokenizePlan, folder: Path, data: Data, progress: ProgressCallback | None = None) -> TokenMeta:
+def ingest(plan: TokenizePlan, folder: Path, progress: ProgressCallback | None = None) -> TokenMeta:
     """Makes the token files in a folder whose lock the caller holds."""
     if _identity(folder) != plan.identity:
         _clear(folder)
         replace_text(folder / PLAN, json.dumps(plan.identity, indent=1) + "\n")
     if (folder / META).exists():
         meta = TokenMeta.read(folder)
-        check_limit(plan, meta.skipped, data.max_bad_records)
+        check_limit(plan.spec, meta.skipped)
     else:
-        meta = _make(plan, folder, data, progress)
+        meta = _make(plan, folder, progress)
     for temporary in [*folder.glob(f"*{DONE}"), *folder.glob("*.unfinished")]:
         temporary.unlink()
     return meta
 
 
-def _make(plan: TokenizePlan, folder: Path, data: Data, progress: ProgressCallback | None) -> TokenMeta:
-    totals = _Totals(plan, data.max_bad_records)
+def _make(plan: TokenizePlan, folder: Path, progress: ProgressCallback | None) -> TokenMeta:
+    totals = _Totals(plan)
 
     def missing_pieces() -> Iterator[Piece]:
         for piece in plan.pieces():
@@ -155,8 +155,8 @@ def _make(plan: TokenizePlan, folder: Path, data: Data, progress: ProgressCallba
                 yield piece
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    settings = plan.spec, folder, data.max_bad_records
-    with contextlib.closing(tokenize_pieces(data.processes or cores, settings, missing_pieces())) as events:
+    processes = plan.spec.data.processes or cores
+    with contextlib.closing(tokenize_pieces(processes, (plan.spec, folder), missing_pieces())) as events:
         for event in events:
             if isinstance(event, PieceResult):
                 totals.add(event)
@@ -171,8 +171,8 @@ def _make(plan: TokenizePlan, folder: Path, data: Data, progress: ProgressCallba
 class _Totals:
     """Sums over all finished pieces."""
 
-    def __init__(self, plan: TokenizePlan, max_bad: int):
-        self._plan, self._max_bad = plan, max_bad
+    def __init__(self, plan: TokenizePlan):
+        self._plan = plan
         self._start = time.monotonic()
         self.results: dict[int, PieceResult] = {}
         self.skipped: Counter[str] = Counter()
@@ -193,13 +193,13 @@ class _Totals:
             self._tokens += result.part.tokens
             self._documents += result.part.documents
             self._kept += result.part.tokens if kept else 0
-        check_limit(self._plan, self.skipped, self._max_bad, self._examples)
+        check_limit(self._plan.spec, self.skipped, self._examples)
 
     def check_any_good(self) -> None:
         """Raises RunError if no record is good."""
         if self._documents:
             return
-        key, name = paths_key(self._plan.source), self._plan.spec.name
+        key, name = paths_key(self._plan.spec.source), self._plan.spec.name
         if not self.skipped:
             raise RunError(f"{key}: there is no record in {name}; name files that hold some.")
         remedy = "set data.field (--field) to the one that holds the text" if MISSING in self.skipped else "correct them"
@@ -220,12 +220,12 @@ class _Totals:
         )
 
 
-def check_limit(plan: TokenizePlan, skipped: dict[str, int], limit: int, examples: dict[str, list[str]] | None = None) -> None:
+def check_limit(spec: TokenizeSpec, skipped: dict[str, int], examples: dict[str, list[str]] | None = None) -> None:
     """Raises RunError if there are more bad records than data.max_bad_records."""
-    bad = sum(count for reason, count in skipped.items() if reason != EMPTY)
+    limit, bad = spec.data.max_bad_records, sum(count for reason, count in skipped.items() if reason != EMPTY)
     if bad > limit:
         raise RunError(
-            f"{paths_key(plan.source)}: {bad} or more records of {plan.spec.name} cannot be used, and data.max_bad_records "
+            f"{paths_key(spec.source)}: {bad} or more records of {spec.name} cannot be used, and data.max_bad_records "
             f"(--max-bad-records) = {limit}: {_skipped_text(skipped, examples or {})}. Correct them, or raise the limit to "
             "skip them."
         )
@@ -298,7 +298,7 @@ class _Worker:
     a main guard (no spawn). It dies with the caller, however that ends.
     """
 
-    def __init__(self, settings: tuple[TokenizeSpec, Path, int]):
+    def __init__(self, settings: tuple[TokenizeSpec, Path]):
         self.connection, theirs = multiprocessing.Pipe()
         # -P: a file in the working directory must not replace a module of the same name.
         command = [sys.executable, "-P", "-c", _START, _HOME, str(theirs.fileno()), str(os.getpid())]
@@ -352,7 +352,7 @@ class _Worker:
 
 
 def tokenize_pieces(
-    count: int, settings: tuple[TokenizeSpec, Path, int], pieces: Iterator[Piece]
+    count: int, settings: tuple[TokenizeSpec, Path], pieces: Iterator[Piece]
 ) -> Generator[PieceResult | PieceProgress]:
     """Tokenizes pieces with at most `count` workers, started on demand and killed at the end.
 

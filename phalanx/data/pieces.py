@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -21,6 +21,7 @@ from phalanx.data.record_readers import (
     EMPTY,
     BadRecord,
     Place,
+    checked_text,
     dataset_rows,
     json_lines,
     parquet_rows,
@@ -49,25 +50,26 @@ _BATCH_RECORDS = 4096
 _EXAMPLES = 3
 """Bad records of each reason whose positions are reported."""
 
-Value = str | bytes | chat.Rendered | BadRecord
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenizeSpec:
     """How records become ids: the settings of a worker."""
 
     kind: str
-    field: str
-    max_record_bytes: int
-    tokenizer: str
-    end_token: str | None
+    source: Source
+    data: Data
     template: str | None
     """chat: the text of the template."""
     template_name: str
-    prompt_field: str
-    answer_field: str
-    name: str
-    """Name of the source in messages."""
+
+    @property
+    def field(self) -> str:
+        return self.source.field or ("messages" if self.kind == "chat" else "text")
+
+    @property
+    def name(self) -> str:
+        """Name of the source in messages."""
+        return ", ".join(self.source.paths) or self.kind
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,11 +97,13 @@ class TokenizePlan:
     """A source to tokenize."""
 
     spec: TokenizeSpec
-    source: Source
     tokenizer: Tokenizer
     files: list[SourceFile]
-    documents: list[str]
-    """memory: the texts."""
+
+    @property
+    def documents(self) -> list[str]:
+        """memory: the texts."""
+        return [text for text in self.spec.source.documents if text]
 
     @property
     def size(self) -> int | None:
@@ -115,12 +119,12 @@ class TokenizePlan:
     @cached_property
     def identity(self) -> dict[str, Any]:
         """Everything that determines the ids: equal identities have equal token files."""
-        spec, source = self.spec, self.source
+        spec, source = self.spec, self.spec.source
         identity: dict[str, Any] = {
             "version": VERSION,
             "source": spec.kind,
             "tokenizer": self.tokenizer.sha256,
-            "max_record_bytes": spec.max_record_bytes,
+            "max_record_bytes": spec.data.max_record_bytes,
             "files": [list(asdict(file).values()) for file in self.files],
         }
         if spec.kind in ("jsonl", "parquet", "hf", "chat"):
@@ -130,7 +134,7 @@ class TokenizePlan:
         if spec.kind == "memory":
             identity["documents"] = hashlib.sha256("\0".join(self.documents).encode(errors="replace")).hexdigest()
         if spec.template is not None:
-            identity |= {"prompt_field": spec.prompt_field, "answer_field": spec.answer_field}
+            identity |= {"prompt_field": source.prompt_field, "answer_field": source.answer_field}
             identity["template"] = hashlib.sha256(spec.template.encode()).hexdigest()
             # Templates write the texts of special tokens, which are not in tokenizer.json.
             identity["special_tokens"] = dict(sorted(self.tokenizer.special.items()))
@@ -145,7 +149,7 @@ class TokenizePlan:
         if spec.kind == "memory":
             return _of_rows(self.documents, size)
         if spec.kind == "hf":
-            return _of_rows(dataset_rows(self.source, spec.field, spec.max_record_bytes), size)
+            return _of_rows(dataset_rows(spec.source, spec.field, spec.data.max_record_bytes), size)
         if spec.kind == "parquet":
             return _of_row_groups([(file, row_groups(file.path, spec.field)) for file in files], size)
         if spec.kind in ("text", "stdlib"):
@@ -161,22 +165,8 @@ def make_plan(source: Source, data: Data, tokenizer: Tokenizer) -> TokenizePlan:
     name, template = chat.template_of(source, tokenizer) if kind == "chat" else ("", None)
     if template is not None:
         chat.ChatTemplate(template, name, tokenizer.special)  # reports errors here instead of in a worker
-    spec = TokenizeSpec(
-        kind=kind,
-        field=source.field or ("messages" if kind == "chat" else "text"),
-        max_record_bytes=data.max_record_bytes,
-        tokenizer=tokenizer.name,
-        end_token=data.end_token,
-        template=template,
-        template_name=name,
-        prompt_field=source.prompt_field,
-        answer_field=source.answer_field,
-        name=", ".join(source.paths) or kind,
-    )
-    documents = [text for text in source.documents if text] if kind == "memory" else []
-    if kind == "memory" and not documents:
-        raise RunError('data.source = "memory" but data.documents holds no text; give it at least one.')
-    return TokenizePlan(spec=spec, source=source, tokenizer=tokenizer, files=_files(source, kind), documents=documents)
+    spec = TokenizeSpec(kind=kind, source=source, data=data, template=template, template_name=name)
+    return TokenizePlan(spec=spec, tokenizer=tokenizer, files=_files(source, kind))
 
 
 def _kind(source: Source) -> str:
@@ -293,13 +283,13 @@ class PieceResult:
 class PieceTokenizer:
     """Tokenizes pieces with one tokenizer and one template."""
 
-    def __init__(self, spec: TokenizeSpec, folder: Path, max_bad: int):
-        self._spec, self._folder, self._max_bad = spec, folder, max_bad
-        self._tokenizer = open_tokenizer(spec.tokenizer, spec.end_token)
+    def __init__(self, spec: TokenizeSpec, folder: Path):
+        self._spec, self._folder = spec, folder
+        self._tokenizer = open_tokenizer(spec.data.tokenizer, spec.data.end_token)
         self._chat: chat.ChatRenderer | None = None
         if spec.template is not None:
             template = chat.ChatTemplate(spec.template, spec.template_name, self._tokenizer.special)
-            self._chat = chat.ChatRenderer(template, spec.field, spec.prompt_field, spec.answer_field)
+            self._chat = chat.ChatRenderer(template, spec.field, spec.source.prompt_field, spec.source.answer_field)
 
     def run(self, piece: Piece, report: Callable[[PieceProgress], None]) -> PieceResult:
         """Write the part of one piece. `report` receives the progress after every batch of records."""
@@ -323,12 +313,13 @@ class PieceTokenizer:
         batch: list[Any] = []
         length = read = 0
         for place, record in self._records(piece):
-            value = self._value(record)
-            if isinstance(value, BadRecord):
-                result.skipped[value.reason] += 1
-                if result.skipped[value.reason] <= _EXAMPLES:
-                    result.examples.append((value.reason, place(), value.detail))
-                if result.bad > self._max_bad:
+            try:
+                value = self._value(record)
+            except BadRecord as bad:
+                result.skipped[bad.reason] += 1
+                if result.skipped[bad.reason] <= _EXAMPLES:
+                    result.examples.append((bad.reason, place(), bad.detail))
+                if result.bad > self._spec.data.max_bad_records:
                     return False
                 continue
             if not value:
@@ -354,33 +345,39 @@ class PieceTokenizer:
             writer.add_batch(self._tokenizer.encode_batch(batch))
 
     def _records(self, piece: Piece) -> Iterator[tuple[Place, Any]]:
-        spec, limit = self._spec, self._spec.max_record_bytes
+        spec, limit = self._spec, self._spec.data.max_record_bytes
         if piece.rows is not None:
             return ((row_place(spec.name, number), row) for number, row in enumerate(piece.rows, piece.start))
         if spec.kind == "parquet":
             assert piece.stop is not None, "a piece of Parquet is a range of row groups"
-            return parquet_rows(piece.paths[0], spec.field, limit, piece.start, piece.stop)
+            return parquet_rows(piece.paths[0], spec.field, piece.start, piece.stop)
         if spec.kind in ("text", "stdlib"):
-            raw = spec.tokenizer == "byte"
+            raw = spec.data.tokenizer == "byte"
             return ((partial(str, path), text_document(path, limit, raw=raw)) for path in piece.paths)
         return json_lines(piece.paths[0], limit, piece.start, piece.stop)
 
-    def _value(self, record: Any) -> Value:
+    def _value(self, record: Any) -> str | bytes | chat.Rendered:
+        """The text of a record; raises BadRecord if it has none."""
+        if isinstance(record, BadRecord):
+            raise record
+        if self._spec.kind == "parquet":
+            return checked_text(record, self._spec.field, self._spec.data.max_record_bytes)
         if not isinstance(record, dict):
-            return cast(Value, record)
+            assert isinstance(record, str | bytes)
+            return record
         if self._chat is not None:
             return self._chat.render(record)
-        return text_in(record, self._spec.field, self._spec.max_record_bytes)
+        return text_in(record, self._spec.field, self._spec.data.max_record_bytes)
 
 
 def serve(connection: Any) -> None:
     """The main loop of a worker: tokenize pieces from the connection until it closes."""
     try:
-        spec, folder, max_bad = connection.recv()
+        spec, folder = connection.recv()
         tokenizer: PieceTokenizer | None = None
         while (piece := connection.recv()) is not None:
             try:
-                tokenizer = tokenizer or PieceTokenizer(spec, folder, max_bad)
+                tokenizer = tokenizer or PieceTokenizer(spec, folder)
                 connection.send(tokenizer.run(piece, connection.send))
             except (RunError, RunFailed) as error:
                 connection.send(error)

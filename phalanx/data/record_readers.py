@@ -1,20 +1,20 @@
-"""Reads the records of text files, JSON Lines, Parquet and Hugging Face datasets: a text each, or the reason why there is none. A bad
-record never stops the others; a bad file raises a RunError that names it."""
+"""Reads the records of text files, JSON Lines, Parquet and Hugging Face datasets. A bad record never stops the others, so readers yield the
+reason (`BadRecord`) in its place; a bad file raises a RunError that names it."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any, BinaryIO
 
 from phalanx.data.files import (
-    Decompressed,
+    BLOCK,
     SourceFile,
-    Stream,
+    blocks,
+    decompressed,
     find_files,
     is_compressed,
     is_url,
@@ -28,19 +28,16 @@ from phalanx.spec.json_value import JsonObject
 from phalanx.spec.run import Source
 
 BOM = b"\xef\xbb\xbf"
-_BLOCK = 1 << 20
 _ROWS = 512
 """Rows of Parquet per batch."""
 
 
-@dataclass(frozen=True, slots=True)
-class BadRecord:
-    """A record that cannot be used."""
+class BadRecord(Exception):
+    """A record that cannot be used: the reason, one of a few constants by which bad records are counted, and details for people."""
 
-    reason: str
-    """One of a few constants, by which bad records are counted."""
-    detail: str = ""
-    """Details for people."""
+    def __init__(self, reason: str, detail: str = ""):
+        super().__init__(reason, detail)
+        self.reason, self.detail = reason, detail
 
 
 Place = Callable[[], str]
@@ -51,14 +48,11 @@ EMPTY = "empty"
 """Counted like the other reasons, but not an error: it does not count towards the limit."""
 
 
-def lines(stream: Stream, limit: int, start: int = 0, stop: int | None = None) -> Iterator[tuple[int, bytes | None]]:
+def lines(content: Iterable[bytes], limit: int, start: int = 0, stop: int | None = None) -> Iterator[tuple[int, bytes | None]]:
     """Lines that begin before `stop`, each with its first byte; None for a line of more than `limit` bytes, which is never held
-    in memory. The stream is at byte `start`, the beginning of a line."""
+    in memory. `content`: the blocks from byte `start` on, the beginning of a line."""
     offset, pending, size = start, list[bytes](), 0
-    while stop is None or offset < stop:
-        block = stream.read(_BLOCK)
-        if not block:
-            break
+    for block in content if stop is None or start < stop else ():
         *whole, tail = block.split(b"\n")
         for part in whole:
             size += len(part)
@@ -83,7 +77,7 @@ def next_line(file: BinaryIO, start: int, stop: int) -> int:
     position = start - 1  # a line begins at `start` if this byte ends one
     file.seek(position)
     while position < stop - 1:
-        block = file.read(min(_BLOCK, stop - 1 - position))
+        block = file.read(min(BLOCK, stop - 1 - position))
         if not block:
             break
         if (end := block.find(b"\n")) >= 0:
@@ -98,24 +92,24 @@ def json_lines(
 ) -> Iterator[tuple[Place, JsonObject | BadRecord]]:
     """Records of one file, or of the lines that begin in start … stop of an uncompressed file."""
     with storage_errors(path):
-        source: Decompressed | BinaryIO
-        if stop is None or is_compressed(path):
-            source = Decompressed(path)
-            parts = lines(source, limit)
-        else:
-            source = open_binary(path)
-            parts = lines(source, limit, next_line(source, start, stop), stop)
-        with contextlib.closing(source):
-            for number, (offset, line) in enumerate(parts, 1):
-                record = _parse(line, limit, first=offset == 0)
-                if record is not None:
-                    yield partial(_line_at, path, offset) if start else partial("{}, line {}".format, path, number), record
+        for number, (offset, line) in enumerate(_lines_of(path, limit, start, stop), 1):
+            record = _parse(line, limit, first=offset == 0)
+            if record is not None:
+                yield partial(_line_at, path, offset) if start else partial("{}, line {}".format, path, number), record
+
+
+def _lines_of(path: str, limit: int, start: int, stop: int | None) -> Iterator[tuple[int, bytes | None]]:
+    if stop is None or is_compressed(path):
+        yield from lines(decompressed(path), limit)
+        return
+    with open_binary(path) as file:
+        yield from lines(blocks(file), limit, next_line(file, start, stop), stop)
 
 
 def _line_at(path: str, offset: int) -> str:
     number = 1
     with open_binary(path) as file:
-        while offset and (block := file.read(min(_BLOCK, offset))):
+        while offset and (block := file.read(min(BLOCK, offset))):
             number, offset = number + block.count(b"\n"), offset - len(block)
     return f"{path}, line {number}"
 
@@ -143,47 +137,46 @@ def row_place(name: str, row: int) -> Place:
     return partial("{}, row {}".format, name, row)
 
 
-def text_in(record: Any, field: str, limit: int) -> str | BadRecord:
+def text_in(record: Any, field: str, limit: int) -> str:
     """The text of a record's field. Dots in the name reach into nested objects, unless the whole name is a field itself."""
     value = record
     for name in [field] if field in record else field.split("."):
         if not isinstance(value, dict) or name not in value:
             fields = ", ".join(map(str, list(record)[:10])) or "none"
-            return BadRecord(MISSING, f'no "{field}"; its fields are: {fields}')
+            raise BadRecord(MISSING, f'no "{field}"; its fields are: {fields}')
         value = value[name]
     return checked_text(value, field, limit)
 
 
-def checked_text(value: Any, field: str, limit: int) -> str | BadRecord:
-    """The value of a field if it is valid text."""
+def checked_text(value: Any, field: str, limit: int) -> str:
+    """The value of a field; raises BadRecord if it is no valid text."""
     if isinstance(value, bytes):
         try:
             value = value.decode("utf-8")
         except UnicodeDecodeError as error:
-            return BadRecord(NOT_UTF8, str(error))
+            raise BadRecord(NOT_UTF8, str(error)) from None
     if value is None:
-        return BadRecord(MISSING, f'"{field}" is null')
+        raise BadRecord(MISSING, f'"{field}" is null')
     if not isinstance(value, str):
-        return BadRecord(NOT_TEXT, f'"{field}" is a {type(value).__name__}')
+        raise BadRecord(NOT_TEXT, f'"{field}" is a {type(value).__name__}')
     try:
         size = len(value) if value.isascii() else len(value.encode())
     except UnicodeEncodeError as error:  # an unpaired surrogate, written as an escape
-        return BadRecord(NOT_UTF8, f"an unpaired surrogate at {error.start}: {value[error.start]!r}")
-    return BadRecord(TOO_LONG, f"{size} bytes, data.max_record_bytes = {limit}") if size > limit else value
+        raise BadRecord(NOT_UTF8, f"an unpaired surrogate at {error.start}: {value[error.start]!r}") from None
+    if size > limit:
+        raise BadRecord(TOO_LONG, f"{size} bytes, data.max_record_bytes = {limit}")
+    return value
 
 
 def text_document(path: str, limit: int, *, raw: bool) -> str | bytes | BadRecord:
     """A text file as one document. `raw`: as bytes, for a tokenizer that accepts any."""
-    blocks, size = [], 0
-    with contextlib.closing(Decompressed(path)) as source:
-        while size <= limit and (block := source.read(_BLOCK)):
-            blocks.append(block)
-            size += len(block)
-    if size > limit:
-        return BadRecord(TOO_LONG, f"more than data.max_record_bytes = {limit}")
-    content = b"".join(blocks)
+    content = bytearray()
+    for block in decompressed(path):
+        content += block
+        if len(content) > limit:
+            return BadRecord(TOO_LONG, f"more than data.max_record_bytes = {limit}")
     if raw:
-        return content
+        return bytes(content)
     try:
         return content.removeprefix(BOM).decode("utf-8")
     except UnicodeDecodeError as error:
@@ -241,15 +234,15 @@ def _steps(field: str, names: list[str]) -> list[str]:
     return [field] if field in names else field.split(".")
 
 
-def parquet_rows(path: str, field: str, limit: int, first: int, last: int) -> Iterator[tuple[Place, str | BadRecord]]:
-    """The texts of row groups first … last (exclusive) of one file."""
+def parquet_rows(path: str, field: str, first: int, last: int) -> Iterator[tuple[Place, Any]]:
+    """The values of row groups first … last (exclusive) of one file."""
     with _open_parquet(path) as file:
         row = sum(file.metadata.row_group(group).num_rows for group in range(first))
         steps = _steps(field, file.schema_arrow.names)
         groups = list(range(first, last))
         for batch in file.iter_batches(_ROWS, row_groups=groups, columns=[".".join(steps)], use_threads=False):
             for value in _values(batch, steps):
-                yield row_place(path, row), checked_text(value, field, limit)
+                yield row_place(path, row), value
                 row += 1
 
 
@@ -289,9 +282,11 @@ def dataset_rows(source: Source, field: str, limit: int) -> Iterator[str | BadRe
         data = data.select_columns([top])
     try:
         for row in data:
-            yield text_in(row, field, limit)
-    except RunError:
-        raise
+            try:
+                text: str | BadRecord = text_in(row, field, limit)
+            except BadRecord as bad:
+                text = bad
+            yield text
     except Exception as error:  # network, damaged file, failing script: each has exceptions of its own
         raise RunError(f"{_dataset_path(source)} cannot be read to its end ({type(error).__name__}: {error}).") from None
 

@@ -98,9 +98,12 @@ def read_questions(path: Path, bad: BadRecords, most: int | None = None) -> Iter
 
 def _questions(path: Path, bad: BadRecords) -> Iterator[Question]:
     for place, record in json_lines(str(path), _MAX_RECORD):
-        question = record if isinstance(record, BadRecord) else _question(place, record)
-        if isinstance(question, BadRecord):
-            bad.add(place, question)
+        try:
+            if isinstance(record, BadRecord):
+                raise record
+            question = _question(place, record)
+        except BadRecord as problem:
+            bad.add(place, problem)
         else:
             yield question
 
@@ -130,20 +133,20 @@ def _encode(scorer: Scorer, questions: Iterator[Question], bad: BadRecords) -> I
             bad.add(question.place, BadRecord(TOO_LONG, reason))
 
 
-def _question(place: Place, record: dict[str, Any]) -> Question | BadRecord:
+def _question(place: Place, record: dict[str, Any]) -> Question:
     given = [key for key in _QUESTION_KEYS if key in record]
     if len(given) != 1:
         have = f"it has {' and '.join(given)}" if given else "it has none"
-        return BadRecord("no question", f'one of "question", "context" and "prompt" is expected, and {have}')
+        raise BadRecord("no question", f'one of "question", "context" and "prompt" is expected, and {have}')
     if not isinstance(record[given[0]], str):
-        return BadRecord("no question", f'"{given[0]}" is not text')
+        raise BadRecord("no question", f'"{given[0]}" is not text')
     choices = record.get("choices")
     if not isinstance(choices, list) or len(choices) < 2 or not all(isinstance(choice, str) and choice for choice in choices):
-        return BadRecord("no choices", '"choices" is not a list of two or more texts, none of them empty')
+        raise BadRecord("no choices", '"choices" is not a list of two or more texts, none of them empty')
     answer = _answer(record.get("answer"), choices)
     if answer is None:
         quoted = json.dumps(record.get("answer"))[:60]
-        return BadRecord(
+        raise BadRecord(
             "no answer", f'"answer" = {quoted} is not the number (from 0), letter or text of one of {len(choices)} choices'
         )
     return Question(place, record[given[0]], tuple(choices), answer)

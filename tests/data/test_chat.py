@@ -47,8 +47,7 @@ def chat(template: str, **special: str) -> ChatRenderer:
     return ChatRenderer(ChatTemplate(template, "The template", special), "messages", "prompt", "response")
 
 
-def answers(rendered: Rendered | BadRecord) -> list[str]:
-    assert isinstance(rendered, Rendered), rendered
+def answers(rendered: Rendered) -> list[str]:
     return [rendered.text[a:b] for a, b in rendered.answers]
 
 
@@ -147,9 +146,9 @@ BAD_RECORDS: dict[str, tuple[dict[str, Any], str, str]] = {
 @pytest.mark.parametrize("name", BAD_RECORDS)
 def test_bad_chat_records_have_a_reason(name: str) -> None:
     record, reason, detail = BAD_RECORDS[name]
-    bad = chat(CHATML).render(record)
-    assert isinstance(bad, BadRecord)
-    assert bad.reason == reason and detail in bad.detail
+    with pytest.raises(BadRecord) as bad:
+        chat(CHATML).render(record)
+    assert bad.value.reason == reason and detail in bad.value.detail
 
 
 def test_refused_conversation_quotes_the_template() -> None:
@@ -158,18 +157,21 @@ def test_refused_conversation_quotes_the_template() -> None:
         "{% if message.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}{{ '<|im_start|>' + message",
         1,
     )
-    bad = chat(template).render({"messages": [{"role": "tool", "content": "x"}, *TURNS]})
-    assert bad == BadRecord(REFUSED, "no tools here")
+    with pytest.raises(BadRecord) as bad:
+        chat(template).render({"messages": [{"role": "tool", "content": "x"}, *TURNS]})
+    assert (bad.value.reason, bad.value.detail) == (REFUSED, "no tools here")
     assert isinstance(chat(template).render({"messages": TURNS}), Rendered)
 
 
 def test_answer_that_the_template_hides_or_moves_is_skipped() -> None:
     hides = CHATML.replace("message.content", "(message.content if message.content != 'hidden' else '')")
-    bad = chat(hides).render({"prompt": "a", "response": "hidden"})
-    assert isinstance(bad, BadRecord) and bad.reason == UNCLEAR
+    with pytest.raises(BadRecord) as bad:
+        chat(hides).render({"prompt": "a", "response": "hidden"})
+    assert bad.value.reason == UNCLEAR
     moves = "{{ messages | length }}" + CHATML
-    bad = chat(moves).render({"messages": TURNS})
-    assert isinstance(bad, BadRecord) and bad.reason == UNCLEAR and "generation tag" in bad.detail
+    with pytest.raises(BadRecord) as bad:
+        chat(moves).render({"messages": TURNS})
+    assert bad.value.reason == UNCLEAR and "generation tag" in bad.value.detail
 
 
 @pytest.mark.parametrize(
@@ -188,8 +190,9 @@ def test_template_that_shows_no_answer_is_refused_at_once(template: str, said: s
 
 def test_chat_templates_are_sandboxed() -> None:
     escape = "{% for m in messages %}{{ m.content }}{% endfor %}{{ ''.__class__.__mro__[1].__subclasses__() }}"
-    bad = chat(escape).render({"messages": TURNS})
-    assert isinstance(bad, BadRecord) and bad.reason == REFUSED
+    with pytest.raises(BadRecord) as bad:
+        chat(escape).render({"messages": TURNS})
+    assert bad.value.reason == REFUSED
 
 
 def test_origin_of_the_chat_template(tmp_path: Path) -> None:
