@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import re
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -311,90 +311,39 @@ def _unreadable(path: Path, error: OSError) -> str:
     return f"the file cannot be read ({error.strerror or error}): check its permissions."
 
 
-# --- lines ------------------------------------------------------------------------------------------------------------
-
-# Commas separate values in arrays and inline tables only, where skipping them like blanks loses nothing.
-_BLANK = re.compile(r"(?:[ \t\n\r,]|#[^\n]*)*")
-_PART = re.compile(r"""[ \t]*([A-Za-z0-9_-]+|"(?:\\.|[^"\\])*"|'[^']*')[ \t]*""")
-_VALUE = re.compile(
-    r'''"""(?:\\.|[^\\])*?""""{0,2}'''  # up to two quotes may stand right before the closing three
-    r"""|'''.*?''''{0,2}"""
-    r'''|"(?:\\.|[^"\\])*"'''
-    r"""|'[^']*'"""
-    r"""|[^\n,\]}#]+""",
-    re.DOTALL,
-)
+_CLOSING = re.compile(r"""([\]}]|"{3}|'{3})\s*(#.*)?$""")
+"""The end of a line with which a value of several lines can end."""
 
 
 def key_lines(text: str) -> dict[tuple[str, ...], int]:
     """The line, counted from 1, of each table header and each key; for a table without a header, the line of its first key.
 
-    tomllib keeps no positions. The text is scanned after tomllib has accepted it; the scanner relies on that and checks nothing.
+    tomllib keeps no positions. But of a text that it accepts, it accepts every header and every pair of key and value alone, and not
+    the first lines of a value of several lines.
     """
-    scanner = _Scanner(text)
-    scanner.document()
-    return scanner.lines
+    lines: dict[tuple[str, ...], int] = {}
+    table: tuple[str, ...] = ()
+    statement, first = "", 1
+    for number, line in enumerate(text.split("\n"), start=1):
+        statement += f"{line}\n"
+        if number > first and not _CLOSING.search(line):
+            continue
+        try:
+            tree = tomllib.loads(statement)
+        except tomllib.TOMLDecodeError:
+            continue
+        header = statement.lstrip().startswith("[")
+        paths = list(_paths(tree, () if header else table))
+        for path in paths:
+            lines.setdefault(path, first)
+        table = paths[-1] if header else table
+        statement, first = "", number + 1
+    return lines
 
 
-class _Scanner:
-    def __init__(self, text: str):
-        self.text = text
-        self.at = 0
-        self.lines: dict[tuple[str, ...], int] = {}
-        self._counted, self._line = 0, 1
-
-    def document(self) -> None:
-        table: tuple[str, ...] = ()
-        self._take(_BLANK)
-        while self.at < len(self.text):
-            if self.text[self.at] == "[":
-                self.at += 2 if self.text.startswith("[[", self.at) else 1
-                table = self._key(())
-                while self.text.startswith("]", self.at):
-                    self.at += 1
-            else:
-                self._pair(table)
-            self._take(_BLANK)
-
-    def _pair(self, table: tuple[str, ...]) -> None:
-        path = self._key(table)
-        self.at += 1  # the equals sign
-        self._take(_BLANK)
-        self._value(path)
-
-    def _value(self, path: tuple[str, ...]) -> None:
-        opening = self.text[self.at]
-        if opening not in "[{":
-            self._take(_VALUE)
-            return
-        self.at += 1
-        self._take(_BLANK)
-        while self.text[self.at] not in "]}":
-            if opening == "{":
-                self._pair(path)
-            else:
-                self._value(path)
-            self._take(_BLANK)
-        self.at += 1
-
-    def _key(self, table: tuple[str, ...]) -> tuple[str, ...]:
-        """Read a dotted key and record its line, and the lines of the tables it opens on its way."""
-        line, path = self._line_here(), table
-        while True:
-            part = self._take(_PART).strip()
-            path += (tomllib.loads(f"key = {part}")["key"] if part[0] in "\"'" else part,)
-            self.lines.setdefault(path, line)
-            if self.text[self.at] != ".":
-                return path
-            self.at += 1
-
-    def _take(self, pattern: re.Pattern[str]) -> str:
-        match = pattern.match(self.text, self.at)
-        assert match, f"no TOML at {self.text[self.at : self.at + 20]!r}"
-        self.at = match.end()
-        return match.group()
-
-    def _line_here(self) -> int:
-        self._line += self.text.count("\n", self._counted, self.at)
-        self._counted = self.at
-        return self._line
+def _paths(tree: Mapping[str, Any], table: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+    """Every key and table in a table; each table before its keys."""
+    for name, value in tree.items():
+        yield (*table, name)
+        if isinstance(value, Mapping):
+            yield from _paths(value, (*table, name))
