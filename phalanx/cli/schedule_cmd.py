@@ -12,8 +12,7 @@ import typer
 from phalanx.cli.options import AsJson
 from phalanx.cli.output import console, finish, write_file
 from phalanx.dashboard.pictures import draw_schedule, schedule_legend, schedule_text
-from phalanx.schedules.actions import Schedule
-from phalanx.schedules.csv_format import dump, load
+from phalanx.schedules.actions import Schedule, dump, load
 from phalanx.schedules.makers import NAMES, make
 from phalanx.schedules.timing import Durations, bubble, simulate
 from phalanx.spec.errors import RunError

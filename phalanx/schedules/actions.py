@@ -1,13 +1,23 @@
 """A pipeline schedule as a plain value: the list of actions of each rank, in order. The executor runs this list, the simulator
-times it, the dashboard draws it and the planner reads its traits. `schedules/makers` builds the named ones."""
+times it, the dashboard draws it and the planner reads its traits. `schedules/makers` builds the named ones.
+
+`layout.schedule_file` and `phalanx schedule` read and write it as the compute-only CSV of torch.distributed.pipelining: a row per rank,
+a cell per action, `2F0` for stage 2's forward of micro-batch 0.
+"""
 
 from __future__ import annotations
 
+import csv
+import io
+import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import NamedTuple
+
+from phalanx.spec.errors import RunError
 
 KINDS = {"F": "forward", "B": "whole backward", "I": "input backward", "W": "weight backward"}
 """A whole backward (B) consists of an input backward (I), which the previous stage waits for, and a weight backward (W), which
@@ -15,6 +25,9 @@ no stage waits for."""
 
 _MAX_PROBLEMS = 5
 """Problems of one kind to list: a file with stages on wrong ranks has hundreds."""
+
+_ACTION = re.compile(r"(\d{1,9})([FBIW])(\d{1,9})", re.ASCII)
+_PAIR = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
 
 
 class Action(NamedTuple):
@@ -184,3 +197,61 @@ class Schedule:
 def _first_few(problems: list[str]) -> list[str]:
     more = len(problems) - _MAX_PROBLEMS
     return problems if more <= 0 else [*problems[:_MAX_PROBLEMS], f"and {more} more of the kind"]
+
+
+def dump(schedule: Schedule) -> str:
+    """The schedule as CSV, rank 0 first."""
+    return "".join(",".join(map(str, row)) + "\n" for row in schedule.actions)
+
+
+def load(path: Path) -> Schedule:
+    """Read and check a file; RunError lists everything that is wrong with it."""
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not text"
+        raise RunError([f"{path}: the schedule cannot be read: {reason}"]) from None
+    return loads(text, str(path))
+
+
+def loads(text: str, file: str) -> Schedule:
+    """Read and check CSV text; `file` is its name in messages."""
+    problems: list[str] = []
+    rows: list[tuple[Action, ...]] = []
+    for cells in csv.reader(io.StringIO(text)):
+        row: list[Action] = []
+        for cell in cells:
+            try:
+                row += _parse(cell.strip())
+            except ValueError as error:
+                problems.append(f"{file}: row {len(rows) + 1}: {error}")
+        rows.append(tuple(row))
+    while rows and not rows[-1]:
+        rows.pop()
+    if not problems and not rows:
+        problems.append(f"{file}: a schedule has a row per rank with actions such as 0F0 and 0B0, and this file has none")
+    if problems:
+        raise RunError(problems[:10])
+    schedule = Schedule(
+        name=Path(file).name,
+        ranks=len(rows),
+        stages=1 + max(action.stage for row in rows for action in row),
+        micro_batches=1 + max(action.micro_batch for row in rows for action in row),
+        actions=tuple(rows),
+    )
+    if problems := schedule.problems():
+        raise RunError([f"{file}: {problem}" for problem in problems])
+    return schedule
+
+
+def _parse(cell: str) -> list[Action]:
+    """A cell's actions: none if it is empty (the rank idles), two where torch overlaps a forward with a backward."""
+    if not cell:
+        return []
+    if pair := _PAIR.fullmatch(cell):
+        return [action for part in pair[1].split(";") for action in _parse(part.strip())]
+    match = _ACTION.fullmatch(cell)
+    if match is None:
+        form = "stage, kind (F, B, I or W) and micro-batch, such as 2F0; messages are derived from these"
+        raise ValueError(f'"{cell[:40]}" is not an action: write {form}')
+    return [Action(match[2], int(match[1]), int(match[3]))]

@@ -11,12 +11,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache, lru_cache
+from functools import lru_cache
 from pathlib import Path
 from typing import get_args
 
-from phalanx.schedules import csv_format
-from phalanx.schedules.actions import Action, Schedule
+from phalanx.schedules.actions import Action, Schedule, load
 from phalanx.spec import layout as spec_layout
 from phalanx.spec.errors import RunError
 from phalanx.spec.layout import FIXED_STAGES, Layout, default_stages
@@ -45,21 +44,17 @@ def schedule_for(layout: Layout, micro_batches: int) -> Schedule | None:
         return None
     if layout.schedule_file is None:
         return make(layout.schedule, layout.pipeline, micro_batches, layout.stages_per_rank)
-    schedule = csv_format.load(Path(layout.schedule_file))
+    schedule = load(Path(layout.schedule_file))
     if schedule.ranks != layout.pipeline:
         raise RunError(
-            [
-                f'layout.schedule_file = "{layout.schedule_file}" is for {schedule.ranks} ranks, but layout.pipeline = {layout.pipeline}: '
-                "set layout.pipeline to that number, or name another file."
-            ]
+            f'layout.schedule_file = "{layout.schedule_file}" is for {schedule.ranks} ranks, but layout.pipeline = {layout.pipeline}: '
+            "set layout.pipeline to that number, or name another file."
         )
     if micro_batches > schedule.micro_batches:
         raise RunError(
-            [
-                f'layout.schedule_file = "{layout.schedule_file}" is for {schedule.micro_batches} micro-batches, but a step has {micro_batches} '
-                "(train.batch / layout.data / layout.shard / train.micro_batch): raise train.micro_batch, or write a file for as many with "
-                "`phalanx schedule --csv`."
-            ]
+            f'layout.schedule_file = "{layout.schedule_file}" is for {schedule.micro_batches} micro-batches, but a step has {micro_batches} '
+            "(train.batch / layout.data / layout.shard / train.micro_batch): raise train.micro_batch, or write a file for as many with "
+            "`phalanx schedule --csv`."
         )
     return resized(schedule, micro_batches)
 
@@ -82,6 +77,7 @@ def problems_for(name: str, ranks: int, micro_batches: int, stages_per_rank: int
     return problems
 
 
+@lru_cache(256)
 def make(name: str, ranks: int, micro_batches: int, stages_per_rank: int | None = None) -> Schedule:
     """The named schedule. Raises RunError where there is none."""
     per_rank = default_stages(name) if stages_per_rank is None else stages_per_rank
@@ -95,25 +91,6 @@ def make(name: str, ranks: int, micro_batches: int, stages_per_rank: int | None 
         micro_batches=micro_batches,
         actions=tuple(tuple(action for action in row if action.micro_batch < micro_batches) for row in rows),
     )
-
-
-@cache
-def example(name: str) -> Schedule:
-    """A small schedule of that name. It has the traits that all its sizes share: `splits_backward`, `is_v_shaped`,
-    `all_forwards_first`."""
-    return make(name, 4, 16)
-
-
-@lru_cache(4096)
-def forwards_in_flight(name: str, ranks: int, micro_batches: int, stages_per_rank: int) -> tuple[int, ...]:
-    """`Schedule.forwards_in_flight` of the named schedule."""
-    return make(name, ranks, micro_batches, stages_per_rank).forwards_in_flight
-
-
-@lru_cache(4096)
-def deferred_weight_backwards(name: str, ranks: int, micro_batches: int, stages_per_rank: int) -> tuple[int, ...]:
-    """`Schedule.deferred_weight_backwards` of the named schedule."""
-    return make(name, ranks, micro_batches, stages_per_rank).deferred_weight_backwards
 
 
 def resized(schedule: Schedule, micro_batches: int) -> Schedule:

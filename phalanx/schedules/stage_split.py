@@ -29,9 +29,7 @@ def cut(costs: Sequence[float], first: float, last: float, stages: int) -> list[
     blocks = len(costs)
     if not 1 <= stages <= blocks:
         remedy = "take fewer pipeline ranks or stages, or more layers"
-        raise RunError(
-            [f"{blocks} layers cannot be split into {stages} pipeline stages, which need at least one each: {remedy}"]
-        )
+        raise RunError(f"{blocks} layers cannot be split into {stages} pipeline stages, which need at least one each: {remedy}")
     total = [0.0]
     for cost in costs:
         total.append(total[-1] + cost)

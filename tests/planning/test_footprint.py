@@ -14,7 +14,7 @@ from phalanx.planning.cost.job_table import SCHEDULES, JobTable
 from phalanx.planning.cost.schedule_cost import CODE, _counted
 from phalanx.planning.cost.state_memory import pipeline_shares
 from phalanx.planning.search.space import Space, all_columns, given_space, pick
-from phalanx.schedules.makers import forwards_in_flight, make
+from phalanx.schedules.makers import make
 from phalanx.schedules.stage_split import cut, flop_costs
 from phalanx.spec.layout import Layout
 from phalanx.spec.model import ModelSpec
@@ -142,6 +142,6 @@ def test_schedule_without_closed_form_is_counted_from_its_list(schedule: str) ->
     run = replace(run, train=replace(run.train, micro_batch=1))
     _, table = jobs(run, Layout(pipeline=4, data=1, schedule=schedule))  # type: ignore[arg-type]
     for rank, expected in enumerate(make(schedule, 4, 12).forwards_in_flight):
-        counted = _counted(table, rank, 0.0, forwards_in_flight, codes=[CODE[schedule]])
+        counted = _counted(table, rank, 0.0, lambda *key: make(*key).forwards_in_flight, codes=[CODE[schedule]])
         assert float(np.max(counted)) == expected
-    assert float(np.max(_counted(table, 0, 7.0, forwards_in_flight, codes=[]))) == 7.0
+    assert float(np.max(_counted(table, 0, 7.0, lambda *key: make(*key).forwards_in_flight, codes=[]))) == 7.0

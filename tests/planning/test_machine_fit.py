@@ -12,7 +12,7 @@ import pytest
 from phalanx.planning.machine_fit import promised, rank_bytes
 from phalanx.planning.planner import choose, plan_run
 from phalanx.planning.search.search import SAFE
-from phalanx.schedules.csv_format import dump
+from phalanx.schedules.actions import dump
 from phalanx.schedules.makers import make
 from phalanx.spec.errors import RunError
 from phalanx.spec.layout import Layout

@@ -11,14 +11,10 @@ from typing import Any
 import pytest
 from torch.distributed.pipelining import schedules as torchs
 
-from phalanx.schedules.actions import Action, Schedule
-from phalanx.schedules.csv_format import dump, load, loads
+from phalanx.schedules.actions import Action, Schedule, dump, load, loads
 from phalanx.schedules.makers import (
     NAMES,
-    deferred_weight_backwards,
-    example,
     forward_only,
-    forwards_in_flight,
     make,
     problems_for,
     resized,
@@ -231,7 +227,7 @@ def test_impossible_schedules_are_refused() -> None:
 
 
 def test_traits_are_read_off_the_lists() -> None:
-    traits = {name: example(name) for name in NAMES}
+    traits = {name: make(name, 4, 16) for name in NAMES}
     assert {n for n, s in traits.items() if s.splits_backward} == {"interleaved-zero-bubble", "zbv", "dualpipev"}
     assert {n for n, s in traits.items() if s.is_v_shaped} == {"zbv", "dualpipev"}
     assert {n for n, s in traits.items() if s.all_forwards_first} == {"gpipe", "looped-bfs"}
@@ -239,10 +235,15 @@ def test_traits_are_read_off_the_lists() -> None:
 
 
 def test_activations_in_flight_are_counted_by_rank() -> None:
-    assert forwards_in_flight("gpipe", 4, 8, 1) == (8, 8, 8, 8)
-    assert forwards_in_flight("1f1b", 4, 8, 1) == (4, 3, 2, 1)
-    assert forwards_in_flight("looped-bfs", 2, 8, 3) == (24, 24)
-    assert forwards_in_flight("interleaved-1f1b", 4, 8, 2) == (11, 9, 7, 5)
-    assert forwards_in_flight("zbv", 4, 16, 2) == (8, 8, 8, 8)  # as much as 1F1B's first rank, as its stages are half as large
-    assert deferred_weight_backwards("1f1b", 4, 8, 1) == (0, 0, 0, 0)
-    assert deferred_weight_backwards("interleaved-zero-bubble", 4, 8, 2) == (1, 2, 3, 4)
+    assert make("gpipe", 4, 8, 1).forwards_in_flight == (8, 8, 8, 8)
+    assert make("1f1b", 4, 8, 1).forwards_in_flight == (4, 3, 2, 1)
+    assert make("looped-bfs", 2, 8, 3).forwards_in_flight == (24, 24)
+    assert make("interleaved-1f1b", 4, 8, 2).forwards_in_flight == (11, 9, 7, 5)
+    assert make("zbv", 4, 16, 2).forwards_in_flight == (
+        8,
+        8,
+        8,
+        8,
+    )  # as much as 1F1B's first rank, as its stages are half as large
+    assert make("1f1b", 4, 8, 1).deferred_weight_backwards == (0, 0, 0, 0)
+    assert make("interleaved-zero-bubble", 4, 8, 2).deferred_weight_backwards == (1, 2, 3, 4)

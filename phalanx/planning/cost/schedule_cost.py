@@ -14,14 +14,15 @@ import numpy.typing as npt
 
 from phalanx.planning.cost.job_table import SCHEDULES, JobTable
 from phalanx.planning.machines.rates import Column
-from phalanx.schedules.makers import deferred_weight_backwards, example, forwards_in_flight, make
+from phalanx.schedules.makers import make
 from phalanx.schedules.timing import simulate
 
 CODE = {name: code for code, name in enumerate(SCHEDULES)}
-FORWARDS_FIRST = np.array([example(name).all_forwards_first for name in SCHEDULES])
-SPLITS_BACKWARD = np.array([example(name).splits_backward for name in SCHEDULES])
-V_SHAPED = np.array([example(name).is_v_shaped for name in SCHEDULES])
-"""Traits by the schedule's code."""
+_EXAMPLES = [make(name, 4, 16) for name in SCHEDULES]
+FORWARDS_FIRST = np.array([example.all_forwards_first for example in _EXAMPLES])
+SPLITS_BACKWARD = np.array([example.splits_backward for example in _EXAMPLES])
+V_SHAPED = np.array([example.is_v_shaped for example in _EXAMPLES])
+"""Traits by the schedule's code, which all its sizes share."""
 _CLOSED_FORMS = ("gpipe", "1f1b", "interleaved-1f1b", "looped-bfs", "interleaved-zero-bubble", "zbv", "dualpipev")
 _WITHOUT = [code for name, code in CODE.items() if name not in _CLOSED_FORMS]
 """Codes of schedules that are counted from their lists."""
@@ -50,7 +51,7 @@ def in_flight(jobs: JobTable, rank: Column) -> Column:
     turned = np.minimum(down, count) + np.minimum(rank + 1, count)
     most = np.where(kind == CODE["zbv"], turned, most)
     most = np.where(kind == CODE["dualpipev"], turned + (count > down), most)
-    most = _counted(jobs, rank, most, forwards_in_flight) if _WITHOUT else most
+    most = _counted(jobs, rank, most, lambda *key: make(*key).forwards_in_flight) if _WITHOUT else most
     return np.where(ranks == 1, 1, most)
 
 
@@ -61,7 +62,7 @@ def deferred(jobs: JobTable, rank: Column) -> Column:
     most = np.where(kind == CODE["interleaved-zero-bubble"], np.minimum(rank + 1, jobs.accumulation * jobs.stages), 0)
     most = np.where(kind == CODE["zbv"], np.where(many, 2 * rank + 1, 1), most)
     most = np.where(kind == CODE["dualpipev"], np.where(many, rank + 1, 1), most)
-    most = _counted(jobs, rank, most, deferred_weight_backwards) if _WITHOUT else most
+    most = _counted(jobs, rank, most, lambda *key: make(*key).deferred_weight_backwards) if _WITHOUT else most
     return np.where(ranks == 1, 0, most)
 
 
