@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -170,34 +170,25 @@ class FlatBucket:
                 self.gradient_ready(index)  # the two halves of a split backward do not call hooks
 
 
-@dataclass(slots=True)
 class _Slot:
     """A parameter and the place of its shards in a bucket."""
 
-    parameter: nn.Parameter
-    owned: OwnedParam
-    room: int
-    """Elements of every rank's shard, padded to the largest."""
-    offset: int
-    """Of the shard in every rank's part of the bucket."""
-    first: int
-    """Where this rank's shard begins in the flattened parameter."""
-    targets: list[Tensor] = field(default_factory=list)
-    """Views of the parameter: one row per full shard, and the last shard if it is shorter."""
-
-    @classmethod
-    def of(cls, param: ModelParam, group: Group, offset: int) -> _Slot:
-        shard, room = own_shard(param.shard, group.index, group.size)
+    def __init__(self, param: ModelParam, group: Group, offset: int):
+        """`offset`: of the shard in every rank's part of the bucket."""
+        self.parameter, self.offset = param.parameter, offset
+        shard, self.room = own_shard(param.shard, group.index, group.size)
+        """The room of every rank's shard, in elements, is that of the largest."""
         flat = param.parameter.detach().view(-1)
-        first = min(group.index * room, len(flat))
+        self.first = min(group.index * self.room, len(flat))
+        """Where this rank's shard begins in the flattened parameter."""
         if flat.dtype == torch.float32:  # the master weights are the parameter's own memory
-            master = _region(flat, first, shard)
+            master = _region(flat, self.first, shard)
         else:
             master = torch.empty(shard.slice.shape, dtype=torch.float32, device=flat.device)
-        owned = OwnedParam(param.name, nn.Parameter(master, requires_grad=False), shard)
-        full = len(flat) // max(room, 1)
-        targets = [flat[: full * room].view(full, room), flat[full * room :]]
-        return cls(param.parameter, owned, room, offset, first, targets)
+        self.owned = OwnedParam(param.name, nn.Parameter(master, requires_grad=False), shard)
+        full = len(flat) // max(self.room, 1)
+        self.targets = [flat[: full * self.room].view(full, self.room), flat[full * self.room :]]
+        """Views of the parameter: one row per full shard, and the last shard if it is shorter."""
 
     def sources(self, table: Tensor) -> list[Tensor]:
         """The values for `targets`, from a bucket with one row per rank."""
@@ -232,7 +223,7 @@ class ShardBucket:
         self.width = 0
         """Elements of each rank's part."""
         for param in params:
-            self.slots.append(_Slot.of(param, group, self.width))
+            self.slots.append(_Slot(param, group, self.width))
             self.width += self.slots[-1].room
         self.owned = [slot.owned for slot in self.slots]
         self.parameters = [slot.parameter for slot in self.slots]

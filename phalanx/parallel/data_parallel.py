@@ -15,6 +15,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -91,7 +92,7 @@ class DataParallel:
     ):
         """Writes the initial values. All ranks call it at the same time."""
         self._params, self._sharding = list(params), sharding
-        groups = {expert: sharding.groups(mesh, expert=expert) for expert in sorted({False, *(p.shard.expert for p in params)})}
+        groups = {expert: sharding.groups(mesh, expert=expert) for expert in sorted({p.shard.expert for p in params})}
         self._tree = tree = sharding.zero == 0 and not accelerator.of(mesh.device).asynchronous
         self.buckets: list[Bucket]
         # The backward reaches the last layers first, so they are in the first bucket.
@@ -102,19 +103,20 @@ class DataParallel:
             bundles = shard_bundles(params[::-1], sharding.reduce_dtype.itemsize)
             keep = sharding.zero == 1
             self.buckets = [ShardBucket(bundle, *groups[bundle[0].shard.expert], keep_gradients=keep) for bundle in bundles]
-        self._reducers = {
-            expert: _TreeAllReduce(replicas, mesh)
-            if tree and replicas.size > 2 and replicas.size.bit_count() == 1  # two terms have one order
-            else _AllReduce(replicas, _IN_FLIGHT if sharding.zero else None)
-            for expert, (_, replicas) in groups.items()
-        }
+        self._sums: dict[
+            bool, list[tuple[Group, _InFlight]]
+        ] = {}  # by `ParamShard.expert`: groups to sum over, one after the other
+        for expert, (_, replicas) in groups.items():
+            in_pairs = tree and replicas.size > 2 and replicas.size.bit_count() == 1  # two terms have one order
+            stages = _pair_groups(replicas, mesh) if in_pairs else [replicas]
+            self._sums[expert] = [(group, _InFlight(_IN_FLIGHT if sharding.zero else None)) for group in stages]
         in_buckets = {owned.name: owned for bucket in self.buckets for owned in bucket.owned}
         self.owned = [in_buckets.get(p.name) or OwnedParam(p.name, p.parameter, p.shard) for p in params]
         self._trained = [bucket for bucket in self.buckets if bucket.trained]
         sharded = [bucket for bucket in self.buckets if isinstance(bucket, ShardBucket)]
         self._gathered = [bucket for bucket in sharded if not bucket.in_place]
         self._every_backward = [bucket for bucket in sharded if bucket.trained and not bucket.once and not bucket.alone]
-        self._scatters: deque[_Transfer] = deque()
+        self._scatters = _InFlight()
         self._line: Sequence[Bucket] = []  # buckets that are sent during this backward, in order
         self._next = self._count = self._begun = 0
         self._order: list[_Leaf] = []
@@ -155,20 +157,19 @@ class DataParallel:
                 self._complete_line()
         self._drain()
         for bucket in self._every_backward:
-            self._reducers[bucket.expert].start(bucket.accumulated(self._sharding.reduce_dtype), bucket.deliver)
+            self._sum(bucket, bucket.accumulated(self._sharding.reduce_dtype))
         self._drain()
 
     @torch.no_grad()
     def updated(self) -> None:
-        gathers: deque[_Transfer] = deque()
+        gathers = _InFlight()
         for bucket in self._gathered:
             part = bucket.own_values()
             whole = part if bucket.group.size == 1 else part.new_empty(bucket.group.size * bucket.width)
-            gathers.append(_Transfer(bucket, bucket.group.start_all_gather(whole, part), part, whole))
-            if len(gathers) > _IN_FLIGHT:
-                gathers.popleft().write_values()
-        while gathers:
-            gathers.popleft().write_values()
+            gathers.add(
+                bucket.group.start_all_gather(whole, part), bucket.group, "all_gather", partial(bucket.write_values, whole)
+            )
+        gathers.drain()
 
     def bytes(self) -> dict[str, int]:
         parameters = [param.parameter for param in self._params]
@@ -233,126 +234,72 @@ class DataParallel:
             return
         whole = bucket.packed(self._sharding.reduce_dtype)
         if isinstance(bucket, FlatBucket) or bucket.group.size == 1:
-            self._reducers[bucket.expert].start(whole, bucket.deliver)
+            self._sum(bucket, whole)
             return
         part = whole.new_empty(bucket.width)
-        self._scatters.append(_Transfer(bucket, bucket.group.start_reduce_scatter(part, whole), part, whole))
-        while len(self._scatters) > _IN_FLIGHT:
-            self._scattered(self._scatters.popleft())
+        # Sums over replicas have a fixed place among the other messages: the ranks' orders never differ.
+        then = partial(self._sum, bucket, part) if bucket.once else partial(bucket.accumulate, part)
+        self._scatters.add(bucket.group.start_reduce_scatter(part, whole), bucket.group, "reduce_scatter", then)
 
-    @torch.no_grad()
-    def _scattered(self, transfer: _Transfer) -> None:
-        transfer.wait("reduce_scatter")
-        bucket = transfer.bucket
-        if bucket.once:
-            # Sums over replicas have a fixed place among the other messages: the ranks' orders never differ.
-            self._reducers[bucket.expert].start(transfer.part, bucket.deliver)
-        else:
-            bucket.accumulate(transfer.part)
+    def _sum(self, bucket: Bucket, tensor: Tensor, stage: int = 0) -> None:
+        """Sum over the bucket's replicas in place, in the background, and deliver the result to the bucket."""
+        stages = self._sums[bucket.expert]
+        if stage == len(stages):
+            bucket.deliver(tensor)
+            return
+        group, in_flight = stages[stage]
+        in_flight.add(group.start_all_reduce(tensor), group, "all_reduce", partial(self._sum, bucket, tensor, stage + 1))
+        if stage == 0:
+            for _, earlier in stages[:-1]:  # what has passed a group enters the next while the backward goes on
+                earlier.poll()
 
     def _drain(self) -> None:
-        while self._scatters:
-            self._scattered(self._scatters.popleft())
-        for reducer in self._reducers.values():
-            reducer.wait()
+        self._scatters.drain()
+        for stages in self._sums.values():
+            for _, in_flight in stages:
+                in_flight.drain()
 
 
-@dataclass(slots=True)
-class _Transfer:
-    """A bucket in communication over its shard group."""
+class _InFlight:
+    """Collectives in the background. They complete in the order of their start, each followed by its continuation."""
 
-    bucket: ShardBucket
-    work: dist.Work | None
-    part: Tensor
-    whole: Tensor
+    def __init__(self, limit: int | None = _IN_FLIGHT):
+        """`limit`: how many may be in flight; None where they use persistent buffers."""
+        self._limit = limit
+        self._pending: deque[tuple[dist.Work | None, Group, str, Callable[[], None]]] = deque()
 
-    def wait(self, operation: str) -> None:
-        if self.work is not None:
-            wait(self.work, self.bucket.group, operation=operation)
-
-    def write_values(self) -> None:
-        self.wait("all_gather")
-        self.bucket.write_values(self.whole)
-
-
-class _AllReduce:
-    """Sums tensors over a group with one collective each, in the background."""
-
-    def __init__(self, group: Group, limit: int | None):
-        """`limit`: how many may be in flight; None where they are persistent buffers."""
-        self._group, self._limit = group, limit
-        self._pending: deque[tuple[dist.Work | None, Tensor, Callable[[Tensor], None]]] = deque()
-
-    def start(self, tensor: Tensor, deliver: Callable[[Tensor], None]) -> None:
-        """Sum in place, and call `deliver` with the result at some later start or wait."""
-        self._pending.append((self._group.start_all_reduce(tensor), tensor, deliver))
+    def add(self, work: dist.Work | None, group: Group, operation: str, then: Callable[[], None]) -> None:
+        """`work`: None where the group is one rank. `then` is called at some later `add`, `poll` or `drain`."""
+        self._pending.append((work, group, operation, then))
         while self._limit is not None and len(self._pending) > self._limit:
-            self._finish_first()
+            self._complete_first()
 
-    def wait(self) -> None:
+    def poll(self) -> None:
+        """Continue with what is complete, without waiting."""
+        while self._pending and ((work := self._pending[0][0]) is None or work.is_completed()):
+            self._complete_first()
+
+    def drain(self) -> None:
         while self._pending:
-            self._finish_first()
+            self._complete_first()
 
     @torch.no_grad()
-    def _finish_first(self) -> None:
-        work, tensor, deliver = self._pending.popleft()
+    def _complete_first(self) -> None:
+        work, group, operation, then = self._pending.popleft()
         if work is not None:
-            wait(work, self._group, operation="all_reduce")
-        deliver(tensor)
+            wait(work, group, operation=operation)
+        then()
 
 
-class _TreeAllReduce:
-    """Sums over 2^n CPU ranks in n stages, each with the rank at distance 1, 2, 4, …: (0+1)+(2+3), the same bits on all ranks.
+def _pair_groups(group: Group, mesh: Mesh) -> list[Group]:
+    """Groups of this rank and the rank at distance 1, 2, 4, …: sums over one after the other add 2^n ranks as (0+1)+(2+3).
 
     One collective over all ranks adds in a ring, in an order that depends on the number of ranks and on the place in the buffer; two
-    ranks have only one order. A pair has a group of its own for each stage, and every stage takes the buckets in the same order, so
-    both ranks of a pair always send the same bucket.
+    ranks have only one order. Tensors pass each group in the same order, so both ranks of a pair always send the same bucket.
     """
-
-    def __init__(self, group: Group, mesh: Mesh):
-        distances = [1 << stage for stage in range(group.size.bit_length() - 1)]
-        pairs = [sorted((group.index, group.index ^ distance)) for distance in distances]
-        self._groups = [mesh.group_of((group.ranks[a], group.ranks[b]), use=group.use) for a, b in pairs]
-        self._sums: list[_StagedSum] = []
-
-    def start(self, tensor: Tensor, deliver: Callable[[Tensor], None]) -> None:
-        self._sums.append(_StagedSum(tensor, self._groups, deliver))
-        following = len(self._groups)
-        for staged in self._sums:  # what has finished a stage enters the next while the backward goes on
-            while staged.stage < following - 1 and staged.work.is_completed():
-                staged.finish(staged.stage)
-            following = staged.stage + 1  # the next bucket may enter a stage only after this one
-
-    def wait(self) -> None:
-        for stage in range(len(self._groups)):
-            for staged in self._sums:
-                staged.finish(stage)
-        for staged in self._sums:
-            staged.deliver(staged.tensor)
-        self._sums.clear()
-
-
-class _StagedSum:
-    """A tensor on its way through the stages of a `_TreeAllReduce`."""
-
-    def __init__(self, tensor: Tensor, groups: list[Group], deliver: Callable[[Tensor], None]):
-        self.tensor, self.deliver, self._groups = tensor, deliver, groups
-        self.stage = 0
-        self.work = self._start()
-
-    def finish(self, stage: int) -> None:
-        """Complete a stage and enter the next; does nothing if the tensor is past it."""
-        if self.stage != stage:
-            return
-        wait(self.work, self._groups[stage], operation="all_reduce")
-        self.stage += 1
-        if self.stage < len(self._groups):
-            self.work = self._start()
-
-    def _start(self) -> dist.Work:
-        work = self._groups[self.stage].start_all_reduce(self.tensor)
-        assert work is not None
-        return work
+    distances = [1 << stage for stage in range(group.size.bit_length() - 1)]
+    pairs = [sorted((group.index, group.index ^ distance)) for distance in distances]
+    return [mesh.group_of((group.ranks[a], group.ranks[b]), use=group.use) for a, b in pairs]
 
 
 @dataclass(slots=True)

@@ -7,8 +7,10 @@ two stages of this rank share.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -58,11 +60,9 @@ class FullySharded:
                 root._lazy_init()  # else the first forward would, and give uneven parts other memory
         self._groups = [group for root in self._roots for state in root._state_ctx.all_states for group in _groups(state)]
         self._hybrid = any(group._is_hsdp for group in self._groups)
-        self._rest: DataParallel | None = None
-        if whole:
-            how = replace(how, zero=1, own_groups=True)
-            self._rest = DataParallel(model_params(parts, shards, whole), mesh, recipe.fill, how)
-        owned = {owned.name: owned for owned in self._rest.owned} if self._rest is not None else {}
+        rest = replace(how, zero=1, own_groups=True)
+        self._rest = DataParallel(model_params(parts, shards, whole), mesh, recipe.fill, rest)
+        owned = {owned.name: owned for owned in self._rest.owned}
         self._shards: list[tuple[OwnedParam, DTensor]] = []
         parameters = {name: parameter for part in parts for name, parameter in part.named_parameters()}
         for name, parameter in parameters.items():
@@ -76,21 +76,19 @@ class FullySharded:
 
     def begin(self, micro_batches: int, pipelined: bool = False) -> None:
         self._count, self._begun, self._pipelined, self._finished = micro_batches, 0, pipelined, False
-        for one, parameter in self._shards:
-            parameter.grad = one.gradient = one.value.grad = None
+        for owned, parameter in self._shards:
+            parameter.grad = owned.gradient = owned.value.grad = None
         if pipelined:  # gradients add up on each rank and are reduced at the end
             self._set_reduction(False)
         if self._hybrid:
             self._set_replicas(micro_batches == 1)
-        if self._rest is not None:
-            self._rest.begin(micro_batches, pipelined)
+        self._rest.begin(micro_batches, pipelined)
 
     def after_backward(self, part: int | None = None) -> None:
         self._begun += 1
         if self._hybrid and self._begun == self._count - 1:
             self._set_replicas(True)  # replicas communicate once, over the sum of all micro-batches
-        if self._rest is not None:
-            self._rest.after_backward(part)
+        self._rest.after_backward(part)
 
     def finish(self) -> None:
         if self._finished:
@@ -104,51 +102,48 @@ class FullySharded:
         elif self._hybrid and self._begun < self._count:  # all ranks abandon a step together: even a forward communicates
             for group in self._groups:
                 group._partial_reduce_output = None  # it must not leak into the next step
-        if self._rest is not None:
-            self._rest.finish()
-        for one, parameter in self._shards:
+        self._rest.finish()
+        for owned, parameter in self._shards:
             gradient = cast(DTensor | None, parameter.grad)
             if gradient is not None:
-                one.gradient = gradient._local_tensor
+                owned.gradient = gradient._local_tensor
             elif parameter.requires_grad:  # no micro-batch reached it
-                one.gradient = torch.zeros_like(one.value)
+                owned.gradient = torch.zeros_like(owned.value)
 
     def updated(self) -> None:
         """Free parameters that an evaluation left gathered: blocks gather the new values when they compute."""
         for group in self._groups:
             if not group.is_sharded:
                 group.reshard()
-        if self._rest is not None:
-            self._rest.updated()
+        self._rest.updated()
 
     def bytes(self) -> dict[str, int]:
         params = [param for group in self._groups for param in group.fsdp_params]
         gathered = [tensor for param in params for tensor in param.all_gather_outputs]
-        kept = [getattr(param, "_unsharded_param", None) for param in params]
+        kept = [param._unsharded_param.grad for param in params if hasattr(param, "_unsharded_param")]
         adding = [param.unsharded_accumulated_grad for param in params]
-        sizes = {
-            "parameters": storage_bytes([*(one.value for one, _ in self._shards), *gathered]),
-            "gradients": storage_bytes(
-                [*(one.gradient for one, _ in self._shards), *(p.grad for p in kept if p is not None), *adding]
-            ),
+        rest = self._rest.bytes()
+        return {
+            "parameters": rest["parameters"] + storage_bytes([*(owned.value for owned, _ in self._shards), *gathered]),
+            "gradients": rest["gradients"] + storage_bytes([*(owned.gradient for owned, _ in self._shards), *kept, *adding]),
         }
-        rest = self._rest.bytes() if self._rest is not None else {}
-        return {kind: size + rest.get(kind, 0) for kind, size in sizes.items()}
 
     def applied(self) -> str:
         if not self._shards:
             return "no parameter of this rank is spread"
         largest, parameter = max(self._shards, key=lambda pair: pair[1].numel())
-        total = sum(parameter.numel() for _, parameter in self._shards)
-        words = f"parameters, gradients and optimizer state: {sum(one.value.numel() for one, _ in self._shards):,} of {total:,} elements"
+        own, total = sum(owned.value.numel() for owned, _ in self._shards), sum(p.numel() for _, p in self._shards)
+        words = f"parameters, gradients and optimizer state: {own:,} of {total:,} elements"
         words += f"; {describe(largest, parameter.shape)}, as {parameter.placements} on a mesh of {tuple(parameter.device_mesh.shape)}"
-        return words + (f"; of the rest, {self._rest.applied()}" if self._rest is not None else "")
+        return words + (f"; of the rest, {self._rest.applied()}" if self._rest.owned else "")
 
     def waits(self) -> list[tuple[Any, str]]:
         """On CPUs, `_AllGather` and `_ReduceScatter` are measured themselves; sums over replicas are not."""
         if accelerator.of(self._device).asynchronous:
-            return [(one, name) for one in self._groups for name in ("wait_for_unshard", "post_backward", "finalize_backward")]
-        return [(one, "post_backward") for one in self._groups if one._is_hsdp]
+            return [
+                (group, name) for group in self._groups for name in ("wait_for_unshard", "post_backward", "finalize_backward")
+            ]
+        return [(group, "post_backward") for group in self._groups if group._is_hsdp]
 
     def _set_reduction(self, on: bool) -> None:
         for root in self._roots:
@@ -166,17 +161,14 @@ def _left_whole(
     parts: Sequence[nn.Module], shards: Mapping[str, ParamShard], mesh: Mesh, recipe: Recipe, how: Sharding
 ) -> list[str]:
     """Names of the parameters that FSDP2 does not shard."""
-    seen: set[str] = set()
-    found = []
-    for part in parts:
-        names = {name for name, _ in part.named_parameters()}
-        found += sorted(names & seen)
-        seen |= names
-    for name in seen:
+    owners = Counter(name for part in parts for name, _ in part.named_parameters())
+
+    def stays_whole(name: str) -> bool:
+        shared_by_stages = owners[name] > 1
         unshared = shards[name].expert and mesh.size("expert_shard") == 1
-        if unshared or (how.low_precision and stays_fp32(name, shards[name], recipe.axes)):
-            found.append(name)
-    return list(dict.fromkeys(found))
+        return shared_by_stages or unshared or (how.low_precision and stays_fp32(name, shards[name], recipe.axes))
+
+    return [name for name in owners if stays_whole(name)]
 
 
 def _wrap(
@@ -202,7 +194,7 @@ def _wrap(
                 wrapped[-1],
                 mesh=_device_mesh(*groups, mesh),
                 reshard_after_forward=not how.keep_gathered,
-                shard_placement_fn=_experts_placement(groups[0].size),
+                shard_placement_fn=partial(_experts_placement, ranks=groups[0].size),
                 **common,
             )
         for block in _blocks(part):
@@ -239,14 +231,10 @@ def _blocks(module: nn.Module) -> Iterator[nn.Module]:
             yield from _blocks(child)
 
 
-def _experts_placement(ranks: int) -> Callable[[nn.Parameter], Shard]:
+def _experts_placement(parameter: nn.Parameter, ranks: int) -> Shard:
     """Whole experts if there are enough of them, else a slice of each."""
-
-    def placement(parameter: nn.Parameter) -> Shard:
-        few = parameter.shape[0] < ranks and parameter.ndim > 1 and parameter.shape[1] % ranks == 0
-        return Shard(1 if few else 0)
-
-    return placement
+    few = parameter.shape[0] < ranks and parameter.ndim > 1 and parameter.shape[1] % ranks == 0
+    return Shard(1 if few else 0)
 
 
 @_disable_current_modes()  # a rehearsal runs in modes in which tensors hold no values, but rank numbers must be real

@@ -1,7 +1,8 @@
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -182,15 +183,15 @@ def test_reductions_begin_while_the_backward_still_runs(ranks: int, monkeypatch:
         module = model()
         gradients = engine(module.parameters(), mesh)
         started = 0
-        reducer = gradients._reducers[False]
-        start = reducer.start
+        in_flight = gradients._sums[False][0][1]
+        add = in_flight.add
 
-        def counting(tensor: Tensor, deliver: Callable[[Tensor], None]) -> None:
+        def counting(*collective: Any) -> None:
             nonlocal started
             started += 1
-            start(tensor, deliver)
+            add(*collective)
 
-        monkeypatch.setattr(reducer, "start", counting)
+        monkeypatch.setattr(in_flight, "add", counting)
         counts = []
         for _ in range(2):
             started = 0
