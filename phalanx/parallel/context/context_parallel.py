@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from phalanx.observe.comm_timer import wait
 from phalanx.parallel.context.kernels import wide
-from phalanx.parallel.context.online_softmax import KVTransport, MaskPlan, Visit, VisitBack, attend
+from phalanx.parallel.context.online_softmax import MaskPlan, Part, VisitBack, attend
 from phalanx.parallel.group import Group
 from phalanx.parallel.mesh import Environment, Mesh
 from phalanx.parallel.tensor import computed
@@ -88,14 +88,12 @@ def swap(parts: list[nn.Module], mesh: Mesh, method: str) -> str:
 class TransportedKV:
     """Attention in which queries stay and keys and values travel. It may serve several batches at a time."""
 
-    def __init__(self, transport: KVTransport, count: int, environment: Environment):
+    def __init__(self, transport: Ring | AllGather, count: int, environment: Environment):
         self._transport, self._count = transport, count
         self._masks = _MaskPlans(2 * count, environment)
 
-    @property
-    def words(self) -> str:
-        kind = "keys and values gathered" if isinstance(self._transport, AllGather) else "keys and values passed round a ring"
-        return f"{kind}, queries of pieces {' and '.join(map(str, self._transport.pieces))} of {2 * self._count} here"
+        pieces = " and ".join(map(str, transport.pieces))
+        self.words = f"keys and values {transport.words}, queries of pieces {pieces} of {2 * count} here"
 
     def __call__(self, q_BHSE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor, scope: Scope, scale: float | None = None, /) -> Tensor:
         q, k, v = (computed(x) for x in (q_BHSE, k_BKSE, v_BKSE))
@@ -107,31 +105,29 @@ class Ring:
     """Ring attention: every rank's keys and values travel once around the ranks. While a rank attends to one part, the next is
     on its way. Keeps no state between calls."""
 
+    words = "passed round a ring"
+
     def __init__(self, group: Group):
         self._group = group
         self.pieces: tuple[int, ...] = piece_pair(group.index, group.size)
 
-    def forward(self, k: Tensor, v: Tensor, visit: Visit) -> None:
+    def forward(self, k: Tensor, v: Tensor) -> Iterator[Part]:
         message = _pack(k, v)
         for step in range(self._group.size):
             hop = _Hop(message, _KEYS, self._group) if step < self._group.size - 1 else None
-            visit(self._origin(step), *_unpack(message, k, v))
+            yield self._origin(step), *_unpack(message, k, v)
             if hop is not None:
                 message = hop.wait()
 
     def backward(self, k: Tensor, v: Tensor, visit: VisitBack) -> tuple[Tensor, Tensor]:
-        message = _pack(k, v)
         summed: _Hop | None = None
-        for step in range(self._group.size):
-            hop = _Hop(message, _KEYS, self._group) if step < self._group.size - 1 else None
+        for part in self.forward(k, v):
             # The sum over the previous ranks arrives while this rank computes its own term.
-            gradients = torch.zeros(message.numel(), dtype=wide(k.dtype), device=k.device)
-            visit(self._origin(step), _unpack(message, k, v), _unpack(gradients, k, v))
+            gradients = torch.zeros(k.numel() + v.numel(), dtype=wide(k.dtype), device=k.device)
+            visit(part, *_unpack(gradients, k, v))
             if summed is not None:
                 gradients += summed.wait()
             summed = _Hop(gradients, _GRADIENTS, self._group)
-            if hop is not None:
-                message = hop.wait()
         assert summed is not None
         return _unpack(summed.wait(), k, v)  # one more hop after the last rank, to the owner
 
@@ -173,29 +169,27 @@ def _unpack(message: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 class AllGather:
     """Gathers all keys and values at once, and again in the backward instead of keeping them."""
 
+    words = "gathered"
+
     def __init__(self, group: Group):
         self._group = group
         self.pieces: tuple[int, ...] = piece_pair(group.index, group.size)
 
-    def forward(self, k: Tensor, v: Tensor, visit: Visit) -> None:
-        visit(range(2 * self._group.size), *self._all(k, v))
-
-    def backward(self, k: Tensor, v: Tensor, visit: VisitBack) -> tuple[Tensor, Tensor]:
-        whole = self._all(k, v)
-        widths = k.shape[-1], v.shape[-1]
-        gradients = torch.zeros(*whole[0].shape[:3], sum(widths), dtype=wide(k.dtype), device=k.device)
-        dk, dv = gradients.split(widths, dim=-1)
-        visit(range(2 * self._group.size), whole, (dk, dv))
-        by_rank, _ = self._orders()
-        dk, dv = self._group.reduce_scatter(_pieces(gradients, by_rank), 2).split(widths, dim=-1)
-        return dk, dv
-
-    def _all(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values in natural order, gathered with one collective."""
+    def forward(self, k: Tensor, v: Tensor) -> Iterator[Part]:
+        """All in natural order, with one collective."""
         _, natural = self._orders()
         both = _pieces(self._group.all_gather(torch.cat((k, v), dim=-1), 2), natural)
         k, v = both.split((k.shape[-1], v.shape[-1]), dim=-1)
-        return k, v
+        yield range(2 * self._group.size), k, v
+
+    def backward(self, k: Tensor, v: Tensor, visit: VisitBack) -> tuple[Tensor, Tensor]:
+        [part] = self.forward(k, v)
+        widths = k.shape[-1], v.shape[-1]
+        gradients = torch.zeros(*part[1].shape[:3], sum(widths), dtype=wide(k.dtype), device=k.device)
+        visit(part, *gradients.split(widths, dim=-1))
+        by_rank, _ = self._orders()
+        dk, dv = self._group.reduce_scatter(_pieces(gradients, by_rank), 2).split(widths, dim=-1)
+        return dk, dv
 
     def _orders(self) -> tuple[list[int], list[int]]:
         """The pieces in rank order, and the index of each piece in that order."""
@@ -255,12 +249,12 @@ class _Local:
 
     pieces: tuple[int, ...] = (0,)
 
-    def forward(self, k: Tensor, v: Tensor, visit: Visit) -> None:
-        visit(self.pieces, k, v)
+    def forward(self, k: Tensor, v: Tensor) -> Iterator[Part]:
+        yield self.pieces, k, v
 
     def backward(self, k: Tensor, v: Tensor, visit: VisitBack) -> tuple[Tensor, Tensor]:
         dk, dv = (torch.zeros(x.shape, dtype=wide(x.dtype), device=x.device) for x in (k, v))
-        visit(self.pieces, (k, v), (dk, dv))
+        visit((self.pieces, k, v), dk, dv)
         return dk, dv
 
 

@@ -151,20 +151,20 @@ def _classify(documents: npt.NDArray[np.int64], firsts: list[int]) -> npt.NDArra
     return np.where(full.all(0), _FULL, np.where(empty.all(0), _EMPTY, _MIXED)).astype(np.int8)
 
 
-Visit = Callable[[Sequence[int], Tensor, Tensor], None]
-"""Called with the numbers of the pieces that arrived, and their keys and values."""
+Part = tuple[Sequence[int], Tensor, Tensor]
+"""The numbers of the pieces that arrived, and their keys and values."""
 
-VisitBack = Callable[[Sequence[int], tuple[Tensor, Tensor], tuple[Tensor, Tensor]], None]
-"""The same with (keys, values) and their gradients, to which it adds."""
+VisitBack = Callable[[Part, Tensor, Tensor], None]
+"""Adds to the gradients of a part's keys and values."""
 
 
 class KVTransport(Protocol):
-    """Brings the keys and values of all ranks to this rank's queries. The first visit has those of its own positions."""
+    """Brings the keys and values of all ranks to this rank's queries. The first part has those of its own positions."""
 
     pieces: tuple[int, ...]
     """Pieces of the sequence that this rank's queries come from, in rising order."""
 
-    def forward(self, k: Tensor, v: Tensor, visit: Visit) -> None:
+    def forward(self, k: Tensor, v: Tensor) -> Iterator[Part]:
         """Bring every rank's keys and values here."""
 
     def backward(self, k: Tensor, v: Tensor, visit: VisitBack) -> tuple[Tensor, Tensor]:
@@ -186,19 +186,17 @@ class _Task:
     plan: MaskPlan
     scale: float
 
-    def tiles(self, pieces: Sequence[int]) -> Iterator[tuple[Tile, slice, slice]]:
-        """The products with the keys of these pieces: tile, queries, keys."""
-        for tile in self.plan.tiles(self.transport.pieces, pieces):
-            yield tile, slice(*tile.queries), slice(*tile.keys)
-
-    def mask(self, tile: Tile, pieces: Sequence[int]) -> Mask:
-        queries_BS, keys_BT = self.plan.table(self.transport.pieces), self.plan.table(pieces)
-        if not tile.masked or queries_BS is None or keys_BT is None:
-            return Mask(None, tile.causal, self.scale)
-        mask_BST = queries_BS[:, slice(*tile.queries), None] == keys_BT[:, None, slice(*tile.keys)]
-        if tile.causal:
-            mask_BST[:, :, -mask_BST.shape[1] :].tril_()
-        return Mask(mask_BST[:, None], False, self.scale)
+    def products(self, pieces: Sequence[int]) -> Iterator[tuple[slice, slice, Mask]]:
+        """What to compute with the keys of these pieces: (queries, keys, mask)."""
+        own = self.transport.pieces
+        documents_BS, documents_BT = self.plan.table(own), self.plan.table(pieces)
+        for tile in self.plan.tiles(own, pieces):
+            queries, keys, visible_B1ST = slice(*tile.queries), slice(*tile.keys), None
+            if tile.masked and documents_BS is not None and documents_BT is not None:
+                visible_B1ST = documents_BS[:, None, queries, None] == documents_BT[:, None, None, keys]
+                if tile.causal:
+                    visible_B1ST[..., -visible_B1ST.shape[2] :].tril_()
+            yield queries, keys, Mask(visible_B1ST, tile.causal and not tile.masked, self.scale)
 
 
 class _Attend(torch.autograd.Function):
@@ -208,14 +206,11 @@ class _Attend(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, task: _Task) -> Tensor:
         out = torch.zeros(*q.shape[:3], v.shape[-1], dtype=wide(q.dtype), device=q.device)
         lse = torch.full(q.shape[:3], -math.inf, dtype=wide(q.dtype), device=q.device)
-
-        def visit(pieces: Sequence[int], k: Tensor, v: Tensor) -> None:
-            for tile, rows, keys in task.tiles(pieces):
-                part = forward(q[:, :, rows], k[:, :, keys], v[:, :, keys], task.mask(tile, pieces))
-                _add(out[:, :, rows], lse[:, :, rows], *part)
-
         with torch.autocast(q.device.type, enabled=False):
-            task.transport.forward(k, v, visit)
+            for pieces, k_part, v_part in task.transport.forward(k, v):
+                for rows, keys, mask in task.products(pieces):
+                    more = forward(q[:, :, rows], k_part[:, :, keys], v_part[:, :, keys], mask)
+                    _add(out[:, :, rows], lse[:, :, rows], *more)
         result = out.to(q.dtype)
         ctx.task = task
         ctx.save_for_backward(q, k, v, result, lse)
@@ -228,14 +223,13 @@ class _Attend(torch.autograd.Function):
         task: _Task = ctx.task
         dq = torch.zeros(q.shape, dtype=wide(q.dtype), device=q.device)
 
-        def visit(pieces: Sequence[int], kv: tuple[Tensor, Tensor], dkv: tuple[Tensor, Tensor]) -> None:
-            for tile, rows, keys in task.tiles(pieces):
-                inputs = q[:, :, rows], kv[0][:, :, keys], kv[1][:, :, keys]
-                result = out[:, :, rows], lse[:, :, rows]
-                dq_part, dk_part, dv_part = backward(gradient[:, :, rows], inputs, result, task.mask(tile, pieces))
-                dq[:, :, rows] += dq_part
-                dkv[0][:, :, keys] += dk_part
-                dkv[1][:, :, keys] += dv_part
+        def visit(part: Part, dk: Tensor, dv: Tensor) -> None:
+            pieces, k, v = part
+            for rows, keys, mask in task.products(pieces):
+                inputs, result = (q[:, :, rows], k[:, :, keys], v[:, :, keys]), (out[:, :, rows], lse[:, :, rows])
+                gradients = backward(gradient[:, :, rows], inputs, result, mask)
+                for total, where, more in zip((dq, dk, dv), (rows, keys, keys), gradients, strict=True):
+                    total[:, :, where] += more
 
         with torch.autocast(q.device.type, enabled=False):
             dk, dv = task.transport.backward(k, v, visit)
