@@ -36,7 +36,7 @@ def apply(parts: list[nn.Module], run: Run, plan: Plan, mesh: Mesh, recipe: Reci
     applied["expert"] = expert.applied(parts, shards, recipe.axes)
     if layout.context > 1:
         applied["context"] = context_parallel.swap(parts, mesh, layout.context_method)
-    columns = mesh.group("tensor", use="tensor") if layout.tensor > 1 else None
+    columns = mesh.group("tensor", use="tensor")
     loss = vocab_parallel.swap(parts, columns, chunk=run.memory.loss_chunk, sequence=layout.sequence, loss=recipe.loss)
     applied["loss"] = vocab_parallel.applied(parts, loss)
     applied |= transform(parts, run, plan, mesh)

@@ -135,10 +135,8 @@ def split(
         done.update(part.modules())
     if not any("tensor" in shard.split for shard in shards.values()):
         raise RunError(
-            [
-                f"layout.tensor = {group.size} has nothing to cut in this model: its AXES table names no dimension "
-                f"{', '.join(CUT)} of a layer that ranks can share. Name them there (docs/own-model.md), or set layout.tensor = 1."
-            ]
+            f"layout.tensor = {group.size} has nothing to cut in this model: its AXES table names no dimension "
+            f"{', '.join(CUT)} of a layer that ranks can share. Name them there (docs/own-model.md), or set layout.tensor = 1."
         )
     return shards
 

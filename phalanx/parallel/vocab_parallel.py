@@ -48,15 +48,15 @@ class Share:
     """This rank's columns of the logits."""
 
     first: int
-    group: Group | None
-    """The ranks that have the others; None: this rank has all."""
+    group: Group
+    """The ranks that have the others, and this one."""
 
     def measure(self, logits_NV: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor]:
         """Loss of each token, 0 where it is ignored, and the logarithm of the sum of all its exponentials."""
         whole_N = logits_NV.logsumexp(-1)
         local_N, here_N = self._local(targets_N, logits_NV.shape[1])
         target_N = logits_NV.gather(1, local_N[:, None])[:, 0].masked_fill(~here_N, 0.0)
-        if self.group is not None:
+        if self.group.size > 1:
             # Two numbers per token and rank, in one message, added in the same order on all.
             both_R2N = self.group.all_gather(torch.stack((whole_N, target_N))).unflatten(0, (-1, 2))
             whole_N, target_N = both_R2N[:, 0].logsumexp(0), both_R2N[:, 1].sum(0)
@@ -80,11 +80,11 @@ class Share:
 class Project:
     """The model's `project`: into the region where each rank has its own columns, and, without chunks, the product."""
 
-    enter: CopyToTP | None
+    enter: CopyToTP
     chunked: bool
 
     def __call__(self, x_BSD: Tensor, weight_VD: Tensor, /) -> Any:
-        if self.enter is not None:
+        if self.enter.group.size > 1:
             x_BSD = self.enter.enter(x_BSD)
             # It leaves the model as it is: FSDP2, which hangs its backward on what leaves, wants no view of something inside.
             x_BSD = x_BSD.clone() if self.chunked else x_BSD
@@ -115,26 +115,21 @@ class VocabularyLoss:
         return _Parallel.apply(projected.flatten(0, 1), targets_BS.flatten(), self.share)
 
 
-def swap(parts: list[nn.Module], group: Group | None, *, chunk: int | None, sequence: bool, loss: Loss) -> Loss:
+def swap(parts: list[nn.Module], group: Group, *, chunk: int | None, sequence: bool, loss: Loss) -> Loss:
     """Set `project` where a model ends and return the loss that fits; `chunk`: tokens whose logits may exist at a time."""
-    group = None if group is None or group.size == 1 else group
-    if group is None and chunk is None:
+    if group.size == 1 and chunk is None:
         return loss
     spec = parts[0].spec
     assert isinstance(spec, ModelSpec), "build gives every model its spec"
-    enter = None if group is None else CopyToTP(group, sequence)
     for part in parts:
         if hasattr(part, "project"):
-            part.project = Project(enter, chunk is not None)
+            part.project = Project(CopyToTP(group, sequence), chunk is not None)
         elif chunk is not None:
             raise RunError(
-                [
-                    f"a loss in chunks of {chunk} tokens needs a model that gives its logits through an attribute `project`, "
-                    "called with the last states and the head's weight: this one has none, so leave the chunks out."
-                ]
+                f"a loss in chunks of {chunk} tokens needs a model that gives its logits through an attribute `project`, "
+                "called with the last states and the head's weight: this one has none, so leave the chunks out."
             )
-    first = 0 if group is None else share_of(spec.rows, group.index, group.size)[0]
-    return VocabularyLoss(Share(first, group), spec.rows, chunk, loss)
+    return VocabularyLoss(Share(share_of(spec.rows, group.index, group.size)[0], group), spec.rows, chunk, loss)
 
 
 def applied(parts: list[nn.Module], loss: Loss) -> str | None:
@@ -143,8 +138,7 @@ def applied(parts: list[nn.Module], loss: Loss) -> str | None:
     if not isinstance(loss, VocabularyLoss) or not ends:
         return None
     words = []
-    group = loss.share.group
-    own = loss.rows if group is None else share_of(loss.rows, group.index, group.size)[1]
+    own = share_of(loss.rows, loss.share.group.index, loss.share.group.size)[1]
     if own != loss.rows and any(p.ndim == 2 and p.shape[0] == own for part in ends for p in part.parameters()):
         words.append(f"this rank's logits begin at column {loss.share.first} of {loss.rows}")
     if all(isinstance(project := getattr(part, "project", None), Project) and project.chunked for part in ends):

@@ -106,27 +106,10 @@ def resized(schedule: Schedule, micro_batches: int) -> Schedule:
     return replace(schedule, micro_batches=micro_batches, actions=rows)
 
 
-def forward_only(like: Schedule, micro_batches: int) -> Schedule:
-    """Forwards alone, for evaluation, with the stages on the same ranks as in `like`.
-
-    A rank that could run several forwards takes the one of its latest stage, so that few activations wait between stages.
-    """
-    home = [like.rank_of(stage) for stage in range(like.stages)]
-    latest_first = [like.stages_of(rank)[::-1] for rank in range(like.ranks)]
-    arrived = [micro_batches] + [0] * like.stages  # by stage: micro-batches that the stage before has finished
-    started = [0] * like.stages
-    rows: list[_Row] = [[] for _ in range(like.ranks)]
-    while arrived[-1] < micro_batches:
-        ready = [next((stage for stage in stages if started[stage] < arrived[stage]), None) for stages in latest_first]
-        for stage in ready:
-            if stage is not None:
-                rows[home[stage]].append(Action("F", stage, started[stage]))
-                started[stage] += 1
-        for stage in ready:
-            if stage is not None:
-                arrived[stage + 1] += 1
-    actions = tuple(tuple(row) for row in rows)
-    return Schedule(name="forward", ranks=like.ranks, stages=like.stages, micro_batches=micro_batches, actions=actions)
+def forward_only(like: Schedule) -> Schedule:
+    """The forwards of one micro-batch, for evaluation, with the stages on the same ranks as in `like`."""
+    rows = tuple(tuple(Action("F", stage, 0) for stage in like.stages_of(rank)) for rank in range(like.ranks))
+    return replace(like, name="forward", micro_batches=1, actions=rows)
 
 
 @_named("gpipe")

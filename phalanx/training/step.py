@@ -322,17 +322,14 @@ class Stepper:
         """Runs the model; `take` gets the next-token logits, or this rank's part of them, on ranks of the last stage."""
         batch = batch.to(self._mesh.device)
 
-        def take_next(output: Any, _: int) -> None:
+        def take_next(output: Any) -> None:
             take(output[0] if type(output) is tuple else output)  # without predictions of tokens further ahead
 
         if self._pipeline is None:
-            take_next(self._forward(0, None, batch), 0)
+            take_next(self._forward(0, None, batch))
             return
         self._pipeline.evaluate(
-            1,
-            lambda part, given, _: self._forward(part, given, batch),
-            take_next,
-            partial(self._stage_shape, [batch]),
+            lambda part, given, _: self._forward(part, given, batch), take_next, partial(self._stage_shape, [batch])
         )
 
     @torch.no_grad()

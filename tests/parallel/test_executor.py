@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -133,7 +133,14 @@ def drive(mesh: Mesh, case: Case) -> tuple[Any, dict[int, Tensor], list[int]]:
         return (data[m][0].shape[0], LENGTH, DIM), torch.float32
 
     outputs: dict[int, Tensor] = {}
-    pipeline.evaluate(len(data), forward, lambda logits, m: outputs.update({m: logits}), boundary)
+
+    def evaluate(m: int) -> None:
+        pipeline.evaluate(
+            lambda part, given, _: forward(part, given, m), partial(outputs.__setitem__, m), lambda _: boundary(m)
+        )
+
+    for m in range(len(data)):
+        evaluate(m)
     pipeline.observer = executed = Executed()
     pipeline.run(len(data), forward, loss, boundary, weighed.append)
     assert executed.actions == list(schedule.actions[mesh.coordinate("pipeline")])

@@ -79,7 +79,7 @@ def steps(mesh: Mesh, name: str, device_mesh: DeviceMesh) -> dict[str, Tensor]:
         return (2, LENGTH, SPEC.dim), torch.float32
 
     for step in range(2):
-        pipeline.evaluate(COUNT, forward, lambda logits, m: None, boundary)
+        pipeline.evaluate(forward, lambda logits: None, boundary)
         with torch.no_grad():
             for parameter in {p for part in parts for p in part.parameters()}:
                 parameter.mul_(1.0 + 0.5 * step)

@@ -23,6 +23,7 @@ from phalanx.spec.model import ModelSpec
 from phalanx.training.micro_batch import summed_loss
 
 ROWS, WIDTH = 257, 16
+UNDIVIDED = ALONE.group("tensor", use="tensor")
 
 
 class End(nn.Module):
@@ -68,7 +69,7 @@ def measured(end: End, loss: Loss, x_BSD: Tensor, bf16: bool = False) -> tuple[T
 
 def alone(rows: int, chunk: int | None, bf16: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     end = End(rows, None)
-    return measured(end, swap([end], None, chunk=chunk, sequence=False, loss=summed_loss), states(), bf16)
+    return measured(end, swap([end], UNDIVIDED, chunk=chunk, sequence=False, loss=summed_loss), states(), bf16)
 
 
 def on_rank(
@@ -88,9 +89,8 @@ def on_rank(
 
 def test_without_need_nothing_changes() -> None:
     end = End(ROWS, None)
-    alone = ALONE.group("tensor", use="tensor")
-    assert swap([end], None, chunk=None, sequence=False, loss=summed_loss) is summed_loss
-    assert swap([end], alone, chunk=None, sequence=True, loss=summed_loss) is summed_loss
+    for sequence in (False, True):
+        assert swap([end], UNDIVIDED, chunk=None, sequence=sequence, loss=summed_loss) is summed_loss
     assert end.project is linear
     assert applied([end], summed_loss) is None
 
@@ -145,7 +145,7 @@ def _memory(tensor: Tensor) -> int:
 def largest(chunk: int | None, grad: bool) -> int:
     """Elements of the largest tensor in forward and backward of 24 tokens."""
     end = End(ROWS, None)
-    loss = swap([end], None, chunk=chunk, sequence=False, loss=summed_loss)
+    loss = swap([end], UNDIVIDED, chunk=chunk, sequence=False, loss=summed_loss)
     with Largest() as seen, torch.set_grad_enabled(grad):
         total = loss(end(states().requires_grad_(grad)), targets(ROWS))
         if grad:
@@ -163,7 +163,7 @@ def test_backward_in_two_halves() -> None:
     """As pipelines take it: the states' gradient first, the weight's later, from the same graph."""
     want = alone(ROWS, None)
     end = End(ROWS, None)
-    loss = swap([end], None, chunk=5, sequence=False, loss=summed_loss)
+    loss = swap([end], UNDIVIDED, chunk=5, sequence=False, loss=summed_loss)
     x_BSD = states().requires_grad_()
     total = loss(end(x_BSD), targets(ROWS)) / 7
     [dx_BSD] = torch.autograd.grad(total, [x_BSD], retain_graph=True)
@@ -178,7 +178,7 @@ SPEC = ModelSpec(vocab=41, dim=16, layers=2, heads=2, ffn=32, init_std=0.1, tied
 def sharded(mesh: Mesh, chunk: int | None, shard: bool) -> tuple[list[float], dict[str, Tensor], int]:
     """Losses of three steps on the same samples, the last gradients, and hooks that stay on the head's weight."""
     model = materialize(build(SPEC), 1, torch.device("cpu"))
-    loss = swap([model], None, chunk=chunk, sequence=False, loss=summed_loss)
+    loss = swap([model], UNDIVIDED, chunk=chunk, sequence=False, loss=summed_loss)
     if shard:
         devices = init_device_mesh("cpu", (mesh.ranks,))
         for part in (*model.blocks.values(), model):
@@ -211,4 +211,4 @@ def test_a_model_without_the_seam_has_no_chunks() -> None:
     end = End(ROWS, None)
     del end.project
     with pytest.raises(RunError, match="a loss in chunks of 4 tokens needs a model that gives its logits through"):
-        swap([end], None, chunk=4, sequence=False, loss=summed_loss)
+        swap([end], UNDIVIDED, chunk=4, sequence=False, loss=summed_loss)

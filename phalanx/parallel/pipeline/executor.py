@@ -73,7 +73,9 @@ class Pipeline:
         # FSDP2's modules, recognized by a method: importing their class takes seconds.
         modules = [module for part in parts for module in part.modules()]
         self._fsdp_modules: list[Any] = [module for module in modules if hasattr(module, "set_requires_gradient_sync")]
-        self._actions: dict[tuple[int, bool], tuple[RankAction, ...]] = {}
+        self._actions: dict[int, tuple[RankAction, ...]] = {}
+        """By number of micro-batches."""
+        self._forwards = rank_actions(forward_only(schedule), self._rank)
         self._saved: dict[tuple[int, int], _Saved] = {}
         self._deferred: dict[tuple[int, int], Callable[[], None]] = {}
         """Weight backwards that are still to come."""
@@ -94,7 +96,9 @@ class Pipeline:
         stage's index each time that gradients have been added to all its weights.
         """
         self._begin()
-        for action in self._actions_of(count, backward=True):
+        if count not in self._actions:
+            self._actions[count] = rank_actions(resized(self.schedule, count), self._rank)
+        for action in self._actions[count]:
             received = self._receive(action, boundary)
             result = self.observer.action(action, lambda: self._execute(action, received, forward, loss))  # noqa: B023
             if action.produces is not None:
@@ -106,24 +110,18 @@ class Pipeline:
         self._p2p.finish()
 
     @torch.no_grad()
-    def evaluate(self, count: int, forward: Forward, result: Callable[[Any, int], None], boundary: Boundary) -> None:
-        """Forward of `count` micro-batches; on the last stage, `result` receives the outputs."""
+    def evaluate(self, forward: Forward, result: Callable[[Any], None], boundary: Boundary) -> None:
+        """Forward of one micro-batch, number 0; on the last stage, `result` receives the output."""
         self._begin()
-        for action in self._actions_of(count, backward=False):
-            output = forward(action.part, self._receive(action, boundary), action.micro_batch)
+        for action in self._forwards:
+            output = forward(action.part, self._receive(action, boundary), 0)
             if action.produces is not None:
                 self._pass_on(action, output, boundary)
             else:
-                result(output, action.micro_batch)
+                result(output)
         self._p2p.finish()
         for module in self._fsdp_modules:  # no backward follows that would, and gathered weights would outlive the next update
             module.reshard()
-
-    def _actions_of(self, count: int, *, backward: bool) -> tuple[RankAction, ...]:
-        if (count, backward) not in self._actions:
-            schedule = resized(self.schedule, count) if backward else forward_only(self.schedule, count)
-            self._actions[count, backward] = rank_actions(schedule, self._rank)
-        return self._actions[count, backward]
 
     def _begin(self) -> None:
         self._saved.clear()
