@@ -18,7 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
 from phalanx import accelerator
-from phalanx.transforms.blocks import blocks, named, wrap
+from phalanx.transforms.blocks import blocks, named
 
 _MIN_BYTES = 1 << 20
 """Smaller tensors stay on the device: a copy has a fixed cost."""
@@ -36,7 +36,7 @@ def apply(parts: Sequence[nn.Module], device: torch.device, min_bytes: int | Non
     offloader = Offloader(device, min_bytes)
     by_name = blocks(parts, 'memory.activations = "cpu"')
     for block in by_name.values():
-        wrap(block, offloader.around)
+        block.forward = offloader.around(block.forward)
     how = "pinned, overlapping the computation" if asynchronous else "copied, although it is the same memory"
     return f"activations of {named(list(by_name))} wait in host memory: {how}"
 

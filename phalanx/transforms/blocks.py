@@ -1,9 +1,9 @@
-"""The blocks of a model, to which the transforms of this room apply one by one."""
+"""The blocks of a model, to which the transforms of this room apply one by one: they replace `forward`, so that hooks stay outside and the
+module and its parameters do not change."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from torch import nn
 
@@ -28,11 +28,6 @@ def blocks(parts: Sequence[nn.Module], setting: str) -> dict[str, nn.Module]:
             f"nn.ModuleList or nn.ModuleDict of that name, or remove {setting.partition(' ')[0]}."
         )
     return by_name
-
-
-def wrap(block: nn.Module, around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Wrap a block's forward. Hooks stay outside; the module and its parameters do not change."""
-    block.forward = around(block.forward)
 
 
 def named(names: Sequence[str]) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import textwrap
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from phalanx.transforms.blocks import blocks, named, wrap
+from phalanx.transforms.blocks import blocks, named
 
 _MAX_REASON = 300
 """Characters of torch's reason to report."""
@@ -31,11 +32,11 @@ def apply(
     whole, partly = [], []
     for name, block in blocks(parts, "memory.compile = true").items():
         if not any(hasattr(module, "counting") for module in block.modules()):
-            wrap(block, compiler.around)
+            block.forward = compiler.around(block.forward)
             whole.append(name)
         elif isinstance(attention := getattr(block, "attention", None), nn.Module):
             # Routing counts tokens and depends on values: recomputed for a backward, it would compile to something else.
-            wrap(attention, compiler.around)
+            attention.forward = compiler.around(attention.forward)
             partly.append(name)
     compiled = [named(whole)] if whole else []
     compiled += [f"the attention of {named(partly)}, which route tokens"] if partly else []
@@ -50,11 +51,10 @@ class Compiler:
         import torch._dynamo
         import torch._functorch.config
 
-        self._notice = notice
-        self._backend = self._forgiving(torch._dynamo.lookup_backend(backend))
+        self._notice, self._reported = notice, False
+        self._compile = torch._dynamo.lookup_backend(backend)
+        self._backend = self._compile_or_return  # one object: blocks share a compilation only if they have the same backend
         self._settings = torch._dynamo.config, torch._functorch.config
-        self.refused: str | None = None
-        """torch's first reason for not compiling a part; None: everything is compiled."""
         # torch logs suppressed errors here at length; `_shorten` turns them into one line.
         logging.getLogger("torch._dynamo.convert_frame").addFilter(self._shorten)
 
@@ -77,17 +77,13 @@ class Compiler:
 
         return attempt
 
-    def _forgiving(self, backend: Callable[..., Any]) -> Callable[..., Any]:
-        """A backend that returns what it cannot compile unchanged."""
-
-        def attempt(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-            try:
-                return backend(graph, inputs)
-            except Exception as error:  # compilers call compilers, which may raise anything
-                self._report(error)
-                return graph.forward
-
-        return attempt
+    def _compile_or_return(self, graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        """Returns what the backend cannot compile unchanged."""
+        try:
+            return self._compile(graph, inputs)
+        except Exception as error:  # compilers call compilers, which may raise anything
+            self._report(error)
+            return graph.forward
 
     def _shorten(self, record: logging.LogRecord) -> bool:
         """Whether a line of torch's log is to be written: not what is reported here in one line."""
@@ -97,7 +93,7 @@ class Compiler:
         return False
 
     def _report(self, reason: object) -> None:
-        if self.refused is None:
-            words = " ".join(str(reason).split())
-            self.refused = words if len(words) < _MAX_REASON else f"{words[:_MAX_REASON]} …"
-            self._notice(f"memory.compile: torch cannot compile a part of a block, which runs uncompiled: {self.refused}")
+        if not self._reported:
+            self._reported = True
+            words = textwrap.shorten(str(reason), _MAX_REASON, placeholder=" …")
+            self._notice(f"memory.compile: torch cannot compile a part of a block, which runs uncompiled: {words}")

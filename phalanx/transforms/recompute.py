@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from phalanx.spec.errors import RunFailed
-from phalanx.transforms.blocks import blocks, named, wrap
+from phalanx.transforms.blocks import blocks, named
 
 STORED = frozenset(
     getattr(torch.ops.aten, name).default
@@ -36,7 +36,7 @@ def apply(parts: Sequence[nn.Module], mode: Literal["full", "selective"], every:
     changed = []
     for name, block in blocks(parts, f'memory.recompute = "{mode}"').items():
         if _number(name, parts) % every == 0:
-            wrap(block, _recomputed(block, mode))
+            block.forward = _recomputed(block, mode)
             changed.append(name)
     stored = "" if mode == "full" else ", all but matrix products and attention"
     return f"{mode}: {named(changed)}{stored} recomputed in the backward" if changed else f"{mode}: no block of this rank"
@@ -49,8 +49,9 @@ def _number(name: str, parts: Sequence[nn.Module]) -> int:
     return int(number) + layers
 
 
-def _recomputed(block: nn.Module, mode: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    counters = [module for module in block.modules() if hasattr(module, "counting")]
+def _recomputed(block: nn.Module, mode: str) -> Callable[..., Any]:
+    """The block's forward with activation checkpointing."""
+    forward, counters = block.forward, [module for module in block.modules() if hasattr(module, "counting")]
     block.work = None  # type: ignore[assignment]  # set while `observe/counters` counts operations
 
     def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
@@ -59,15 +60,12 @@ def _recomputed(block: nn.Module, mode: str) -> Callable[[Callable[..., Any]], C
         store = _Store()
         return store, _Recompute(block, counters, _Replay(store.results))
 
-    def around(forward: Callable[..., Any]) -> Callable[..., Any]:
-        def recomputed(*args: Any, **kwargs: Any) -> Any:
-            if not torch.is_grad_enabled():
-                return forward(*args, **kwargs)
-            return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+    def recomputed(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
-        return recomputed
-
-    return around
+    return recomputed
 
 
 class _Recompute:
