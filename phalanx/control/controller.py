@@ -16,13 +16,13 @@ from phalanx.control import protocol
 from phalanx.control.channel import Channel
 from phalanx.control.controller_state import Control, Generation, Member, NodeServices, RecoveryRecord
 from phalanx.control.recover import Recovery, Replanner
-from phalanx.control.watchdog import Watchdog
+from phalanx.control.watchdog import Watchdog, worker_failure
 from phalanx.events.heartbeat import Beat
 from phalanx.events.log import read_events
 from phalanx.events.records import ControllerChanged, Event, FailureNoticed, Finished, Recovered, RunStarted, Step
 from phalanx.host.probe import this_machine
 from phalanx.recovery.relayout import initial_assignment
-from phalanx.recovery.state import Failure, NodeLost, WorkerDied
+from phalanx.recovery.state import Failure
 
 _HEARTBEAT = 0.3  # seconds between two heartbeats to the agents
 _JOIN_TIMEOUT = 60.0  # seconds in which all nodes must have joined a new launch
@@ -112,10 +112,9 @@ class Controller(Control):
         """A node is back on a new connection with these ranks. Reports in between were lost: any other rank of the node is dead."""
         generation = self.state.generation
         assert generation is not None
-        for rank, place in enumerate(generation.assignment):
-            if place == node and rank not in ranks and rank not in generation.ended:
-                failure = protocol.RankFailure(cause="died", reason="it is gone, or was never started")
-                self._on_rank_died(protocol.RankDied(rank=rank, generation=generation.number, code=1, failure=failure))
+        for rank in generation.ranks_on(node) - ranks - generation.ended.keys():
+            failure = protocol.RankFailure(cause="died", reason="it is gone, or was never started")
+            self._on_rank_died(protocol.RankDied(rank=rank, generation=generation.number, code=1, failure=failure))
 
     def _on_beats(self, report: protocol.Beats) -> None:
         generation, now = self.state.generation, time.monotonic()
@@ -130,9 +129,8 @@ class Controller(Control):
             return
         if report.step is not None:
             generation.steps_of_dead.append(report.step)
-        died = self._watchdog.worker_died(report)
-        generation.dead[report.rank] = died
-        self.state.events.append(died)
+        generation.dead.add(report.rank)
+        self.state.events.append(worker_failure(report, generation.step, self.agent.rundir))
 
     def _on_stop_requested(self, reason: str) -> None:
         if self.state.stop_requested is None:
@@ -272,15 +270,13 @@ def _take_over(control: Control, begin: protocol.BeginGeneration) -> None:
     step = _last_step(events)  # no rank has reported to this controller yet
     for node in dict.fromkeys(generation.assignment):
         if node not in state.members:
-            for rank, place in enumerate(generation.assignment):
-                if place == node:
-                    generation.dead[rank] = WorkerDied(rank, step, "node lost", "its agent is gone", node_lives=False)
-            state.events.append(NodeLost(node, step, f"node {node}: its agent, which was the controller, is gone"))
-    for rank, place in enumerate(generation.assignment):
-        if place in state.members and rank not in generation.names and rank not in generation.dead:
-            died = WorkerDied(rank, step, "died", f"rank {rank}: it is gone")
-            generation.dead[rank] = died
-            state.events.append(died)
+            generation.dead |= generation.ranks_on(node)
+            reason = f"node {node}: its agent, which was the controller, is gone"
+            state.events.append(Failure("node lost", None, step, reason, node))
+    for rank in generation.living:
+        if rank not in generation.names:
+            generation.dead.add(rank)
+            state.events.append(Failure("died", rank, step, f"rank {rank}: it is gone"))
 
 
 def _launch_events(control: Control) -> list[Event]:

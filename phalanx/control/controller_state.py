@@ -21,7 +21,7 @@ from phalanx.events.records import Event
 from phalanx.events.rundir import RunDir
 from phalanx.recovery import state as policy
 from phalanx.recovery.relayout import replicated_elsewhere
-from phalanx.recovery.state import Failure, Node, NodeJoined, NodeLost, Situation, WorkerDied
+from phalanx.recovery.state import Failure, Node, NodeJoined, Situation
 from phalanx.spec.layout import Layout
 from phalanx.spec.plan import Plan
 from phalanx.spec.run import Resilience, Run
@@ -57,7 +57,7 @@ class Generation:
     """Term in which it began."""
     names: dict[int, str | None] = field(default_factory=dict)
     """Worker process of each rank, as far as known."""
-    dead: dict[int, WorkerDied] = field(default_factory=dict)
+    dead: set[int] = field(default_factory=set)
     beats: dict[int, Beat] = field(default_factory=dict)
     """Newest heartbeat of each rank, on this machine's clock."""
     survivors: dict[int, protocol.SurvivorReport] = field(default_factory=dict)
@@ -84,6 +84,9 @@ class Generation:
     def living(self) -> list[int]:
         return [rank for rank in range(self.ranks) if rank not in self.dead]
 
+    def ranks_on(self, node: int) -> set[int]:
+        return {rank for rank, place in enumerate(self.assignment) if place == node}
+
     @property
     def step(self) -> int | None:
         """Newest complete step that any rank has reported."""
@@ -92,14 +95,9 @@ class Generation:
         return max([*beats, *reported, *self.restored.values(), *self.steps_of_dead], default=None)
 
     @property
-    def corrupt_ranks(self) -> list[int]:
-        """Ranks whose values differ from their replicas."""
-        return [] if self.corruption is None else list(self.corruption.culprits)
-
-    @property
     def valid_state_known(self) -> bool:
         """Whether it is known whose state is right. Wrong gradients were not applied: if only they differ, every state is right."""
-        return self.corruption is None or bool(self.corrupt_ranks) or self.corruption.what == "gradients"
+        return self.corruption is None or bool(self.corruption.culprits) or self.corruption.what == "gradients"
 
     @property
     def untouched(self) -> bool:
@@ -136,13 +134,9 @@ class Generation:
 
         None if no survivor has a usable state.
         """
-        usable = {rank: report for rank, report in self.survivors.items() if report.step is not None and rank in self.living}
-        usable = (
-            {rank: report for rank, report in usable.items() if rank not in self.corrupt_ranks}
-            if self.valid_state_known
-            else {}
-        )
-        if not usable:
+        unusable = self.dead | set(self.corruption.culprits if self.corruption is not None else ())
+        usable = {rank: report for rank, report in self.survivors.items() if report.step is not None and rank not in unusable}
+        if not usable or not self.valid_state_known:
             return None
         step = max(report.step or 0 for report in usable.values())
         newest = next(report for report in usable.values() if report.step == step)
@@ -332,10 +326,8 @@ class Control:
         generation = state.generation
         if generation is None or node not in generation.assignment:
             return
-        for rank, place in enumerate(generation.assignment):
-            if place == node and rank not in generation.dead:
-                generation.dead[rank] = WorkerDied(rank, generation.step, "node lost", reason, node_lives=False)
-        state.events.append(NodeLost(node, generation.step, f"node {node}: {reason}"))
+        generation.dead |= generation.ranks_on(node)
+        state.events.append(Failure("node lost", None, generation.step, f"node {node}: {reason}", node))
         self._changed.set()
 
     async def ask(self, generation: Generation, ranks: list[int]) -> None:

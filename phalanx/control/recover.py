@@ -16,19 +16,7 @@ from phalanx.control import protocol
 from phalanx.control.controller_state import Control, Generation, RecoveryRecord
 from phalanx.events.records import FailureNoticed, Warned
 from phalanx.recovery.policy import decide, updated_history
-from phalanx.recovery.state import (
-    Action,
-    Corrupt,
-    Disconnected,
-    EndRun,
-    Event,
-    NewGeneration,
-    NoChange,
-    NodeJoined,
-    NodeLost,
-    Wait,
-    WorkerDied,
-)
+from phalanx.recovery.state import Action, EndRun, Event, Failure, NewGeneration, NoChange, NodeJoined, Wait
 from phalanx.spec.check_layout import layout_findings
 from phalanx.spec.errors import RunError
 from phalanx.spec.layout import Layout
@@ -66,13 +54,14 @@ class Recovery:
 
     def _gather(self) -> None:
         """Take what has happened by now, and record the failures."""
-        new = self._state.take_events()
+        new, generation = self._state.take_events(), self._state.generation
+        assert generation is not None
         self._events += new
         for event in new:
-            if not isinstance(event, NodeJoined):
+            if isinstance(event, Failure):
                 self._state.failures += 1
                 self._record.failures.append(self._state.failures)
-                self._agent.emit(failure_noticed(self._state.failures, event, self._state.generation))
+                self._agent.emit(failure_noticed(self._state.failures, event, generation))
 
     def _decide(self, *more: Event) -> Action:
         situation = self._state.situation(self._control.settings, self._agent.run.batch)
@@ -107,9 +96,9 @@ class Recovery:
             return True
         action = self._decide()
         if isinstance(action, NoChange):  # the ranks were halted, so the same ranks must begin again
-            action = self._decide(Disconnected(generation.step))
+            action = self._decide(Failure("connection lost", None, generation.step, ""))
         self._record.decided = time.time()
-        final = next((event for event in self._events if isinstance(event, WorkerDied) and event.final), None)
+        final = next((event for event in self._events if isinstance(event, Failure) and event.final), None)
         if isinstance(action, EndRun) or final is not None:
             self._give_up(action, final)
             return True
@@ -133,9 +122,9 @@ class Recovery:
         state.recovery = self._record
         return True
 
-    def _give_up(self, action: Action, final: WorkerDied | None) -> None:
+    def _give_up(self, action: Action, final: Failure | None) -> None:
         """End the run. The first failure of a launch is reported by itself, later ones with the history of all."""
-        died = final or next((event for event in self._events if isinstance(event, WorkerDied)), None)
+        died = final or next((event for event in self._events if isinstance(event, Failure) and event.is_death), None)
         alone = final is not None or not self._state.history
         if isinstance(action, EndRun) and not (alone and died is not None):
             self._control.end(1, action.story, traceback=died.traceback if died is not None else "")
@@ -227,21 +216,21 @@ async def discard_replicas(control: Control, before: int) -> None:
         await asyncio.to_thread(replica_index.discard, control.state.replica_servers(), control.agent.token, before)
 
 
-def failure_noticed(number: int, event: Event, generation: Generation | None) -> FailureNoticed:
+def failure_noticed(number: int, failure: Failure, generation: Generation) -> FailureNoticed:
     """The record of a failure."""
-    step = generation.step if generation is not None else None
-    if isinstance(event, WorkerDied):
-        node = generation.assignment[event.rank] if generation is not None else None
-        message = event.reason if event.reason.startswith("rank") else f"rank {event.rank} (node {node}): {event.reason}"
-        return FailureNoticed(
-            number=number, cause=event.cause, message=message, rank=event.rank, node=node, step=step, traceback=event.traceback
-        )
-    if isinstance(event, NodeLost):
-        return FailureNoticed(number=number, cause="node lost", message=event.reason, node=event.node, step=step)
-    if isinstance(event, Corrupt):
-        return FailureNoticed(number=number, cause="corrupt", message=event.reason, rank=event.rank, step=step)
-    assert isinstance(event, Disconnected)
-    return FailureNoticed(number=number, cause="connection lost", message=event.reason, step=step)
+    step, message = generation.step, failure.reason
+    node = failure.node if failure.rank is None else generation.assignment[failure.rank]
+    if failure.is_death and not message.startswith("rank"):
+        message = f"rank {failure.rank} (node {node}): {message}"
+    return FailureNoticed(
+        number=number,
+        cause=failure.cause,
+        message=message,
+        rank=failure.rank,
+        node=node,
+        step=step,
+        traceback=failure.traceback,
+    )
 
 
 class Replanner:

@@ -15,7 +15,7 @@ from phalanx.events.heartbeat import Beat
 from phalanx.events.records import Recovered, Stopped, Straggling, Warned
 from phalanx.events.rundir import RunDir
 from phalanx.recovery.diagnose import Diagnosis, Report, diagnose
-from phalanx.recovery.state import Corrupt, Disconnected, WorkerDied
+from phalanx.recovery.state import Failure
 from phalanx.recovery.stragglers import ProgressTimeouts, Stragglers
 
 _DEATH_REPORT = 0.7  # seconds in which the death that broke a connection is reported; later the connection itself is blamed
@@ -43,16 +43,6 @@ class Watchdog:
         await self._check_stop(generation)
         if not self._control.state.events:
             await self.hangs.check(generation)
-
-    def worker_died(self, report: protocol.RankDied) -> WorkerDied:
-        """The end of a worker as an event of the policy."""
-        rank, failure, generation = report.rank, report.failure, self._control.state.generation
-        step = generation.step if generation is not None else None
-        if failure is None:
-            reason, log = describe_exit(self._control.agent.rundir, rank, report.code)
-            return WorkerDied(rank, step, "died", f"rank {rank}: {reason}", traceback=log)
-        reason = failure.reason if failure.cause == "hung" else f"rank {rank}: {failure.reason}"
-        return WorkerDied(rank, step, failure.cause, reason, traceback=failure.traceback, final=failure.expected)
 
     def record_recovery(self, generation: Generation) -> None:
         """Write `recovered` once the first step is complete, or the run has ended without one."""
@@ -102,19 +92,19 @@ class Watchdog:
             self._disconnected_since = None
             rank, reason = next(iter(generation.disconnected.items()))
             message = f"rank {rank} lost its connection to another rank, and no process has died: {reason.splitlines()[0]}"
-            self._control.state.events.append(Disconnected(generation.step, message))
+            self._control.state.events.append(Failure("connection lost", None, generation.step, message))
 
     def _check_corruption(self, generation: Generation) -> None:
-        corruption, events = generation.corruption, self._control.state.events
+        corruption = generation.corruption
         if corruption is None or generation.corruption_handled:
             return
         generation.corruption_handled = True
-        if generation.corrupt_ranks:
-            events += [Corrupt(rank, generation.step, corruption.reason) for rank in generation.corrupt_ranks]
-        elif generation.valid_state_known:
-            events.append(Disconnected(generation.step, corruption.reason))  # the same ranks repeat the step
-        else:
-            events.append(Corrupt(None, generation.step, corruption.reason))
+        step, reason, events = generation.step, corruption.reason, self._control.state.events
+        events += [Failure("corrupt", rank, step, reason) for rank in corruption.culprits]
+        if not corruption.culprits:
+            # If every state is right, the same ranks repeat the step.
+            cause = "connection lost" if generation.valid_state_known else "corrupt"
+            events.append(Failure(cause, None, step, reason))
 
     async def _check_stop(self, generation: Generation) -> None:
         """Ranks that were asked to stop end at the next step. If that takes too long, a new generation saves the state."""
@@ -198,11 +188,12 @@ class HangDetector:
                 generation.beats.pop(culprit, None)
             self._kill(generation, list(diagnosis.culprits), diagnosis.message, diagnosis.stack)
         elif phase == "starting" and not diagnosis.culprits:
-            state.events.append(Disconnected(generation.step, f"ranks did not come together within {silent:.0f} s"))
+            reason = f"ranks did not come together within {silent:.0f} s"
+            state.events.append(Failure("connection lost", None, generation.step, reason))
         elif diagnosis.culprits or silent < 2 * self._timeout(rank, phase):
             return  # the next check looks again
         elif diagnosis.cut_off:
-            state.events.append(Disconnected(generation.step, diagnosis.message))
+            state.events.append(Failure("connection lost", None, generation.step, diagnosis.message))
         elif generation.ranks == 1:
             self._kill(generation, [0], f"rank 0: {diagnosis.message}", diagnosis.stack)
         else:
@@ -247,6 +238,16 @@ class HangDetector:
                 f"rank {rank} (node {node}) works {factor:.1f} times as long as the others in each step, and they wait for it"
             )
             self._control.agent.emit(Straggling(rank=rank, node=node, step=beats[rank].step, factor=factor, message=message))
+
+
+def worker_failure(report: protocol.RankDied, step: int | None, rundir: RunDir) -> Failure:
+    """The end of a worker as an event of the policy."""
+    rank, failure = report.rank, report.failure
+    if failure is None:
+        reason, log = describe_exit(rundir, rank, report.code)
+        return Failure("died", rank, step, f"rank {rank}: {reason}", traceback=log)
+    reason = failure.reason if failure.cause == "hung" else f"rank {rank}: {failure.reason}"
+    return Failure(failure.cause, rank, step, reason, traceback=failure.traceback, final=failure.expected)
 
 
 def describe_exit(rundir: RunDir, rank: int, code: int) -> tuple[str, str]:

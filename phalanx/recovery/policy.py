@@ -22,21 +22,7 @@ from phalanx.recovery.relayout import (
     retained_ranks,
     with_valid_settings,
 )
-from phalanx.recovery.state import (
-    Action,
-    Corrupt,
-    Disconnected,
-    EndRun,
-    Event,
-    Failure,
-    NewGeneration,
-    NoChange,
-    NodeJoined,
-    NodeLost,
-    Situation,
-    Wait,
-    WorkerDied,
-)
+from phalanx.recovery.state import Action, EndRun, Event, Failure, NewGeneration, NoChange, NodeJoined, Situation, Wait
 from phalanx.spec.layout import Layout
 
 
@@ -84,23 +70,21 @@ class _Aftermath:
 
 
 def _aftermath(situation: Situation, events: Sequence[Event]) -> _Aftermath:
-    assignment = situation.assignment
-    joined = {item.node for item in events if isinstance(item, NodeJoined)}
-    lost = {item.node for item in events if isinstance(item, NodeLost)}
-    lost |= {assignment[item.rank] for item in events if isinstance(item, WorkerDied) and not item.node_lives}
+    assignment, failed = situation.assignment, [event for event in events if isinstance(event, Failure)]
+    joined = {event.node for event in events if isinstance(event, NodeJoined)}
+    lost = {failure.node for failure in failed if failure.cause == "node lost"}
     # A node may be lost and joined in one batch: it has slots then, but nothing of what ran on it.
     living = {node.number: node.slots for node in situation.nodes if node.number not in lost - joined}
-    dead = set(situation.dead) | {item.rank for item in events if isinstance(item, WorkerDied)}
-    for item in events:
-        if isinstance(item, Corrupt):
-            dead |= set(range(len(assignment))) if item.rank is None else {item.rank}
-    dead |= {rank for rank, node in enumerate(assignment) if node in lost or node not in living}
+    dead = {rank for rank, node in enumerate(assignment) if node in lost or node not in living}
+    dead |= {*situation.dead, *(failure.rank for failure in failed if failure.rank is not None)}
+    if any(failure.cause == "corrupt" and failure.rank is None for failure in failed):
+        dead = set(range(len(assignment)))
     return _Aftermath(
         situation=situation,
         living=living,
         dead=frozenset(dead),
         places=retained_ranks(situation, living, dead),
-        broken=any(isinstance(item, Disconnected) for item in events),
+        broken=any(failure.cause == "connection lost" for failure in failed),
     )
 
 
@@ -203,24 +187,13 @@ _ADVICE = {
 
 def failures(situation: Situation, events: Sequence[Event]) -> tuple[Failure, ...]:
     """The distinct failures among events. Ranks lost with their node are not counted, and neither is the same failure on several ranks."""
-    lost = {event.node for event in events if isinstance(event, NodeLost)}
+    failed = [event for event in events if isinstance(event, Failure)]
+    lost = {failure.node for failure in failed if failure.cause == "node lost"}
     distinct: dict[tuple[str, str, int | None], Failure] = {}
-    for event in events:
-        failure: Failure | None = None
-        rank = event.rank if isinstance(event, WorkerDied | Corrupt) else None
-        node = situation.assignment[rank] if rank is not None else None
-        match event:
-            case NodeLost():
-                failure = Failure("node lost", None, event.step, event.reason or f"node {event.node} is gone", event.node)
-            case WorkerDied() if node not in lost:
-                failure = Failure(event.cause, rank, event.step, event.reason, node)
-            case Disconnected():
-                failure = Failure("connection lost", None, event.step, event.reason or "connections broke, but no process died")
-            case Corrupt() if node not in lost:
-                unknown = "replicas differ, and it is unknown which is wrong"
-                default = unknown if rank is None else "it holds other numbers than its replicas"
-                failure = Failure("corrupt", rank, event.step, event.reason or default, node)
-        if failure is not None:
+    for failure in failed:
+        if failure.rank is not None:
+            failure = replace(failure, node=situation.assignment[failure.rank])
+        if failure.rank is None or failure.node not in lost:
             distinct.setdefault(_key(failure), failure)
     return tuple(distinct.values())
 

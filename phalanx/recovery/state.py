@@ -22,18 +22,40 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """One failure of this launch."""
+    """One failure of this launch, as an event and later as a part of the history."""
 
     cause: str
-    """"died", "hung", "node lost", "connection lost", "corrupt", "failed"."""
+    """"died", "hung" or "failed" (by its own error) of a rank; "node lost"; "connection lost", but no process died; "corrupt"."""
     rank: int | None
+    """The rank that died, or whose state must be discarded because it is corrupt. None for other causes, and if it is unknown which rank
+    is corrupt: then the state of all is discarded."""
     step: int | None
     """Last complete step; None if unknown."""
     reason: str
     """Its first line, with `cause` and `step`, decides whether two failures are the same."""
     node: int | None = None
+    """The lost node. The node of a rank is filled in from the situation."""
+    traceback: str = ""
+    """Traceback of the error, or stack of a hung rank."""
+    final: bool = False
+    """The rank itself says that the run cannot continue, for example because nothing can be saved."""
     tried: str = ""
     """Name of the action that answered it; empty if none."""
+
+    @property
+    def is_death(self) -> bool:
+        """Whether the process of a rank has ended."""
+        return self.cause in ("died", "hung", "failed")
+
+
+@dataclass(frozen=True, slots=True)
+class NodeJoined:
+    """A node joined, returned, or has free slots again."""
+
+    node: int
+
+
+Event: TypeAlias = Failure | NodeJoined
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,63 +86,6 @@ class Situation:
     """Sequences per step. If given, layouts whose replicas do not divide it are skipped early: on thousands of ranks most do not."""
 
 
-# --- events -------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerDied:
-    """The process of a rank died, or was killed because it hung."""
-
-    rank: int
-    step: int | None
-    """Last complete step, here and in the other events."""
-    cause: str
-    reason: str
-    node_lives: bool = True
-    """Its node can start a new process."""
-    traceback: str = ""
-    """Traceback of the error, or stack of a hung rank."""
-    final: bool = False
-    """The rank itself says that the run cannot continue, for example because nothing can be saved."""
-
-
-@dataclass(frozen=True, slots=True)
-class NodeLost:
-    """A node is lost with everything on it."""
-
-    node: int
-    step: int | None
-    reason: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class NodeJoined:
-    """A node joined, returned, or has free slots again."""
-
-    node: int
-
-
-@dataclass(frozen=True, slots=True)
-class Disconnected:
-    """Connections broke, but no process died."""
-
-    step: int | None
-    reason: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Corrupt:
-    """A rank holds other values than its replicas. The process is alive but its state must be discarded."""
-
-    rank: int | None
-    """None if it is unknown which rank is wrong: then the state of all is discarded."""
-    step: int | None
-    reason: str = ""
-
-
-Event: TypeAlias = WorkerDied | NodeLost | NodeJoined | Disconnected | Corrupt
-
-
 # --- actions ------------------------------------------------------------------------------------------------------
 
 
@@ -134,11 +99,6 @@ class NewGeneration:
     """Node of each new rank."""
     old: tuple[int | None, ...]
     """For each new rank, the old rank whose process it takes over, on the same node; None: a new process."""
-
-    @property
-    def fresh(self) -> tuple[int, ...]:
-        """New ranks that need a new process."""
-        return tuple(rank for rank, old in enumerate(self.old) if old is None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,6 @@ from phalanx.control.protocol import (
     encode,
 )
 from phalanx.events.heartbeat import Beat
-from phalanx.recovery.state import WorkerDied
 from phalanx.spec.layout import Layout
 from phalanx.spec.plan import Place, Plan, Promise
 
@@ -45,7 +44,7 @@ def stand(current: Generation, rank: int, step: int | None, *, prepared: bool = 
 
 def test_survivors_share_the_previous_step_if_none_applied_the_next() -> None:
     current = of(Layout(data=4))
-    current.dead[2] = WorkerDied(2, 7, "died", "it was killed")
+    current.dead.add(2)
     for rank in (0, 1, 3):
         stand(current, rank, 7, prepared=rank == 1, divisor=1.5)
     target = current.newest_state()
@@ -56,7 +55,7 @@ def test_survivors_share_the_previous_step_if_none_applied_the_next() -> None:
 
 def test_prepared_survivors_roll_forward_to_the_newest_step() -> None:
     current = of(Layout(data=4))
-    current.dead[0] = WorkerDied(0, 7, "died", "it was killed")
+    current.dead.add(0)
     stand(current, 1, 7, prepared=True, divisor=1.5)  # of step 7
     stand(current, 2, 8, divisor=2.5)
     stand(current, 3, 7, prepared=True)
@@ -104,7 +103,7 @@ def test_reports_of_dead_ranks_are_ignored() -> None:
     current = of(Layout(data=2))
     stand(current, 0, 8, divisor=2.0)
     stand(current, 1, 7)
-    current.dead[0] = WorkerDied(0, 8, "died", "it was killed")
+    current.dead.add(0)
     assert current.newest_state() == (7, [1], current.survivors[1])
 
 

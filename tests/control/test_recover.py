@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import pytest
 from controllers import OrdersKept, plan_on
+from happenings import disconnected, node_lost, worker_died
 from ranks import tiny_run
 
 from phalanx.checkpointing.format import RankFile, RunMetadata
@@ -18,7 +19,6 @@ from phalanx.control.controller_state import Generation, Member, copy_every
 from phalanx.control.protocol import HandedOff, HandOff, Order, ReplicasDiffer, StateSource, SurvivorReport
 from phalanx.control.recover import Recovery, Replanner, failure_noticed
 from phalanx.planning.planner import choose
-from phalanx.recovery.state import Disconnected, NodeLost, WorkerDied
 from phalanx.spec.layout import Layout
 from phalanx.spec.plan import Machine, Plan, Size
 from phalanx.spec.run import Run
@@ -46,7 +46,7 @@ class Ranks(OrdersKept):
         assert isinstance(order, HandOff)
         for rank in order.contributors:
             if self.covered is None:
-                self.state.events.append(WorkerDied(rank, 8, "died", "it was killed"))
+                self.state.events.append(worker_died(rank, 8, "died", "it was killed"))
             else:
                 self.current.update(HandedOff(generation=4, rank=rank, covered=self.covered))
 
@@ -63,7 +63,7 @@ def generation(*steps: int | None, prepared: tuple[int, ...] = ()) -> Generation
     current = Generation(4, PLAN, (0, 1))
     for rank in range(2):
         if rank >= len(steps):
-            current.dead[rank] = WorkerDied(rank, None, "died", "it was killed")
+            current.dead.add(rank)
         else:
             ready = rank in prepared
             current.update(SurvivorReport(generation=4, rank=rank, step=steps[rank], prepared=ready, divisor=1.5, bad=0.0))
@@ -146,11 +146,11 @@ def test_only_states_before_an_unattributed_corruption_are_used(choose_source: C
 
 def test_failure_records_name_rank_and_node() -> None:
     current = generation(8)
-    died = failure_noticed(1, WorkerDied(1, 8, "died", "it was killed"), current)
+    died = failure_noticed(1, worker_died(1, 8, "died", "it was killed"), current)
     assert (died.message, died.rank, died.node, died.step) == ("rank 1 (node 1): it was killed", 1, 1, 8)
-    lost = failure_noticed(2, NodeLost(1, 8, "node 1: no sign of life for 2.6 s"), current)
+    lost = failure_noticed(2, node_lost(1, 8, "node 1: no sign of life for 2.6 s"), current)
     assert (lost.cause, lost.node, lost.message) == ("node lost", 1, "node 1: no sign of life for 2.6 s")
-    cut = failure_noticed(3, Disconnected(8, "rank 0 lost its connection"), current)
+    cut = failure_noticed(3, disconnected(8, "rank 0 lost its connection"), current)
     assert (cut.cause, cut.rank) == ("connection lost", None)
 
 

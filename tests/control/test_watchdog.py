@@ -8,12 +8,13 @@ from collections.abc import Callable
 
 import pytest
 from controllers import OrdersKept, plan_on
+from happenings import worker_died
 
 from phalanx.control.controller_state import Generation
 from phalanx.control.protocol import Inspect, Kill, LocateRanks
 from phalanx.control.watchdog import HangDetector
 from phalanx.events.heartbeat import Beat
-from phalanx.recovery.state import WorkerDied
+from phalanx.recovery.state import Failure
 from phalanx.spec.layout import Layout
 from phalanx.spec.run import Resilience
 
@@ -47,8 +48,8 @@ class Silent(OrdersKept):
 
     def die(self, *ranks: int) -> None:
         for rank in ranks:
-            died = WorkerDied(rank, 1, "died", "it was killed")
-            self.generation.dead[rank] = died
+            died = worker_died(rank, 1, "died", "it was killed")
+            self.generation.dead.add(rank)
             self.state.events.append(died)
 
 
@@ -67,4 +68,4 @@ def test_rank_that_does_not_answer_is_killed_as_hung() -> None:
 def test_ranks_that_die_while_they_are_asked_are_not_killed(ranks: int) -> None:
     controller = Silent(ranks, HANG + 1, lambda controller: controller.die(*controller.generation.living))
     assert Kill not in controller.check()
-    assert sorted(died.rank for died in controller.state.events if isinstance(died, WorkerDied)) == list(range(ranks))
+    assert sorted(died.rank for died in controller.state.events if isinstance(died, Failure)) == list(range(ranks))

@@ -6,21 +6,10 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
+from happenings import disconnected, node_lost, worker_died
 
 from phalanx.recovery.policy import decide, failures, updated_history, verdict
-from phalanx.recovery.state import (
-    Action,
-    Disconnected,
-    EndRun,
-    Event,
-    NewGeneration,
-    Node,
-    NodeJoined,
-    NodeLost,
-    Situation,
-    Wait,
-    WorkerDied,
-)
+from phalanx.recovery.state import Action, EndRun, Event, Failure, NewGeneration, Node, NodeJoined, Situation, Wait
 from phalanx.spec.layout import Layout
 
 FOUR = Layout(data=4)
@@ -31,8 +20,8 @@ def anything(layout: Layout) -> bool:
     return True
 
 
-def failed(rank: int, step: int | None, reason: str = "ValueError: no") -> WorkerDied:
-    return WorkerDied(rank, step, "failed", reason)
+def failed(rank: int, step: int | None, reason: str = "ValueError: no") -> Failure:
+    return worker_died(rank, step, "failed", reason)
 
 
 def play(state: Situation, *events: Event | tuple[Event, ...]) -> list[Action]:
@@ -67,7 +56,7 @@ def test_the_same_failure_at_the_same_step_three_times_is_a_bug() -> None:
 
 def test_times_and_addresses_in_a_reason_make_no_other_failure() -> None:
     hung = [
-        WorkerDied(1, 5, "hung", f"rank 1 is in all_gather #8122; 3 ranks have waited for {since} s") for since in (6, 61.5, 7)
+        worker_died(1, 5, "hung", f"rank 1 is in all_gather #8122; 3 ranks have waited for {since} s") for since in (6, 61.5, 7)
     ]
     assert "3 times after step 5" in story(play(START, *hung)[-1])
     lost = [failed(rank, 5, f"rank {rank}: no answer of 0x{rank}f3a") for rank in (1, 2, 3)]
@@ -79,7 +68,7 @@ def test_times_and_addresses_in_a_reason_make_no_other_failure() -> None:
     [
         [failed(1, 5), failed(1, 6), failed(1, 7)],
         [failed(1, 5, "a"), failed(1, 5, "b"), failed(1, 5, "c")],
-        [failed(1, 5), WorkerDied(1, 5, "died", "ValueError: no"), WorkerDied(1, 5, "hung", "ValueError: no")],
+        [failed(1, 5), worker_died(1, 5, "died", "ValueError: no"), worker_died(1, 5, "hung", "ValueError: no")],
         [failed(1, 5), failed(1, 6), failed(1, 5)],
         [(failed(0, 5), failed(1, 5), failed(2, 5)), failed(1, 5)],  # one failure that three ranks met
     ],
@@ -95,13 +84,13 @@ def test_three_times_need_not_be_in_a_row() -> None:
 
 def test_more_failures_than_allowed() -> None:
     *others, last = play(
-        replace(START, restarts=2), Disconnected(3), failed(0, 4), WorkerDied(2, 9, "died", "killed by SIGKILL")
+        replace(START, restarts=2), disconnected(3), failed(0, 4), worker_died(2, 9, "died", "killed by SIGKILL")
     )
     assert all(isinstance(action, NewGeneration) for action in others)
     told = story(last)
     assert "There were 3 failures in this launch, and resilience.restarts = 2." in told
     assert "no single rank, connection lost" in told and "rank 0 (node 0), failed" in told and "rank 2 (node 1), died" in told
-    assert "There was 1 failure in this launch" in story(play(replace(START, restarts=0), Disconnected(3))[0])
+    assert "There was 1 failure in this launch" in story(play(replace(START, restarts=0), disconnected(3))[0])
 
 
 @pytest.mark.parametrize(
@@ -124,7 +113,7 @@ def test_a_run_that_gets_on_may_fail_for_ever(steps: Iterable[int | None], end: 
     state = replace(START, restarts=100)
     for number, step in enumerate(steps, 1):
         words = f"{number:b}".translate({48: "a", 49: "b"})
-        event = WorkerDied(1, step, "died", f"killed by {words}")
+        event = worker_died(1, step, "died", f"killed by {words}")
         found = verdict(state, failures(state, [event]))
         assert (found is not None) == (number == end), (number, step)
         if found is not None:
@@ -137,16 +126,16 @@ def test_a_run_that_gets_on_may_fail_for_ever(steps: Iterable[int | None], end: 
 def test_a_launch_counts_from_its_first_step() -> None:
     """Of a run that was started again at step 40,000: what it does since is what counts."""
     resumed = replace(START, restarts=2, first_step=40_000)
-    *others, last = play(resumed, Disconnected(40_000), Disconnected(40_001), Disconnected(40_500))
+    *others, last = play(resumed, disconnected(40_000), disconnected(40_001), disconnected(40_500))
     assert all(isinstance(action, NewGeneration) for action in others) and "3 failures in this launch" in story(last)
     assert all(
         isinstance(one, NewGeneration)
-        for one in play(resumed, *(Disconnected(40_000 + step) for step in (0, 1, 1002, 1003, 2003)))
+        for one in play(resumed, *(disconnected(40_000 + step) for step in (0, 1, 1002, 1003, 2003)))
     )
 
 
 def test_a_long_story_tells_the_last_ones() -> None:
-    told = story(play(replace(START, restarts=30), *(Disconnected(step) for step in range(31)))[-1])
+    told = story(play(replace(START, restarts=30), *(disconnected(step) for step in range(31)))[-1])
     assert "The last 10 of them" in told and "31. after step 30" in told and "22. after step 21" in told and "21. " not in told
 
 
@@ -155,12 +144,12 @@ def test_a_program_that_fails_at_once_is_not_started_again() -> None:
     assert "before it had completed a step" in story(play(START, failed(0, None))[0])
     resumed = replace(START, first_step=40)
     assert isinstance(play(resumed, failed(0, 40))[0], EndRun) and isinstance(play(resumed, failed(0, 41))[0], NewGeneration)
-    assert isinstance(play(START, WorkerDied(0, 0, "died", "killed by SIGKILL"))[0], NewGeneration)  # that may be bad luck
+    assert isinstance(play(START, worker_died(0, 0, "died", "killed by SIGKILL"))[0], NewGeneration)  # that may be bad luck
 
 
 def test_ranks_that_went_with_their_node_are_no_failures_of_their_own() -> None:
-    killed = [WorkerDied(rank, 5, "died", f"rank {rank} was killed") for rank in range(4)]
-    found = failures(START, (*killed, NodeLost(1, 5)))
+    killed = [worker_died(rank, 5, "died", f"rank {rank} was killed") for rank in range(4)]
+    found = failures(START, (*killed, node_lost(1, 5)))
     assert [(failure.cause, failure.rank, failure.node) for failure in found] == [
         ("died", 0, 0),
         ("died", 1, 0),
@@ -169,7 +158,7 @@ def test_ranks_that_went_with_their_node_are_no_failures_of_their_own() -> None:
 
 
 def test_different_nodes_are_different_failures() -> None:
-    lost = [(NodeLost(node, 5), NodeJoined(node)) for node in (0, 1, 0, 1)]
+    lost = [(node_lost(node, 5), NodeJoined(node)) for node in (0, 1, 0, 1)]
     assert all(isinstance(action, NewGeneration) for action in play(START, *lost))
 
 

@@ -7,22 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from happenings import corrupt, disconnected, node_lost, worker_died
 
 from phalanx.recovery.policy import decide
 from phalanx.recovery.relayout import Legal, initial_assignment
-from phalanx.recovery.state import (
-    Corrupt,
-    Disconnected,
-    Event,
-    NewGeneration,
-    NoChange,
-    Node,
-    NodeJoined,
-    NodeLost,
-    Situation,
-    Wait,
-    WorkerDied,
-)
+from phalanx.recovery.state import Event, Failure, NewGeneration, NoChange, Node, NodeJoined, Situation, Wait
 from phalanx.spec.layout import Layout
 
 LegalFor = Callable[..., Legal]
@@ -43,8 +32,13 @@ def situation(layout: Layout, living: tuple[Node, ...], **changes: Any) -> Situa
     return Situation(**(fields | changes))
 
 
-def killed(rank: int, step: int = 10, node_lives: bool = True) -> WorkerDied:
-    return WorkerDied(rank, step, "died", f"rank {rank} was killed", node_lives)
+def killed(rank: int) -> Failure:
+    return worker_died(rank, 10, "died", f"rank {rank} was killed")
+
+
+def fresh(go: NewGeneration) -> tuple[int, ...]:
+    """New ranks that need a new process."""
+    return tuple(rank for rank, old in enumerate(go.old) if old is None)
 
 
 def went(before: Situation, event: Event | tuple[Event, ...], legal: Legal) -> NewGeneration:
@@ -62,68 +56,63 @@ def legal(legal_for: LegalFor) -> Legal:
 def test_a_dead_worker_is_started_again_where_it_was(legal: Legal, rank: int) -> None:
     before = situation(CUBE, nodes(4, 4))
     go = went(before, killed(rank), legal)
-    assert (go.action, go.layout, go.assignment, go.fresh) == ("restart", CUBE, before.assignment, (rank,))
+    assert (go.action, go.layout, go.assignment, fresh(go)) == ("restart", CUBE, before.assignment, (rank,))
     assert go.old == tuple(None if other == rank else other for other in range(8))
 
 
 def test_broken_connections_need_no_new_process(legal: Legal) -> None:
-    go = went(situation(CUBE, nodes(4, 4)), Disconnected(10), legal)
+    go = went(situation(CUBE, nodes(4, 4)), disconnected(10), legal)
     assert (go.action, go.layout, go.old) == ("restart", CUBE, tuple(range(8)))
 
 
 def test_a_corrupt_rank_is_replaced(legal: Legal) -> None:
     before = situation(CUBE, nodes(4, 4))
-    assert went(before, Corrupt(3, 10), legal).fresh == (3,)
-    assert went(before, Corrupt(None, 10), legal).fresh == tuple(range(8))  # nobody's numbers are believed
+    assert fresh(went(before, corrupt(3, 10), legal)) == (3,)
+    assert fresh(went(before, corrupt(None, 10), legal)) == tuple(range(8))  # nobody's numbers are believed
 
 
 def test_a_spare_node_takes_the_ranks_of_a_lost_one(legal: Legal) -> None:
-    go = went(situation(CUBE, nodes(4, 4, 2, 4)), NodeLost(0, 10), legal)
-    assert (go.action, go.layout, go.fresh) == ("spare", CUBE, (0, 1, 2, 3))
+    go = went(situation(CUBE, nodes(4, 4, 2, 4)), node_lost(0, 10), legal)
+    assert (go.action, go.layout, fresh(go)) == ("spare", CUBE, (0, 1, 2, 3))
     assert go.assignment == (3, 3, 3, 3, 1, 1, 1, 1)
     assert go.old == (None, None, None, None, 4, 5, 6, 7)
 
 
 def test_free_places_hold_whole_tensor_groups(legal: Legal) -> None:
-    go = went(situation(CUBE, nodes(4, 4, 3, 2)), NodeLost(1, 10), legal)
+    go = went(situation(CUBE, nodes(4, 4, 3, 2)), node_lost(1, 10), legal)
     assert go.action == "spare" and go.assignment == (0, 0, 0, 0, 2, 2, 3, 3)
 
 
 def test_a_rank_joins_the_rest_of_its_tensor_group(legal: Legal) -> None:
     before = situation(CUBE, nodes(1, 5, 5), assignment=(0, 1, 1, 1, 2, 2, 2, 2))
-    assert went(before, NodeLost(0, 10), legal).assignment == (1, 1, 1, 1, 2, 2, 2, 2)
-
-
-def test_a_worker_whose_node_cannot_start_another_has_lost_it(legal: Legal) -> None:
-    go = went(situation(CUBE, nodes(4, 4, 4)), killed(6, node_lives=False), legal)
-    assert go.action == "spare" and go.fresh == (4, 5, 6, 7) and go.assignment[4:] == (2, 2, 2, 2)
+    assert went(before, node_lost(0, 10), legal).assignment == (1, 1, 1, 1, 2, 2, 2, 2)
 
 
 def test_a_place_that_is_gone_is_not_used(legal: Legal) -> None:
     """A device of node 1 died with its worker: the node has 3 places now."""
     go = went(replace(situation(CUBE, nodes(4, 4, 1)), nodes=nodes(4, 3, 1)), killed(6), legal)
-    assert go.action == "spare" and go.fresh == (6,) and go.assignment == (0, 0, 0, 0, 1, 1, 2, 1)
+    assert go.action == "spare" and fresh(go) == (6,) and go.assignment == (0, 0, 0, 0, 1, 1, 2, 1)
 
 
 def test_run_without_spare_nodes_shrinks(legal: Legal) -> None:
     before = situation(CUBE, nodes(2, 2, 2, 2))
-    go = went(before, NodeLost(1, 10), legal)
+    go = went(before, node_lost(1, 10), legal)
     assert go.action == "shrink" and go.layout == Layout(pipeline=1, data=3, tensor=2)
-    assert go.assignment == (0, 0, 2, 2, 3, 3) and go.old == (0, 1, 4, 5, 6, 7) and go.fresh == ()
+    assert go.assignment == (0, 0, 2, 2, 3, 3) and go.old == (0, 1, 4, 5, 6, 7) and fresh(go) == ()
 
 
 def test_run_shrinks_twice_and_grows_back(legal: Legal) -> None:
     state, ranks = situation(CUBE, nodes(2, 2, 2, 2)), []
     everything = state.nodes
     for event, living in (
-        (NodeLost(0, 10), (1, 2, 3)),
-        (NodeLost(3, 20), (1, 2)),
+        (node_lost(0, 10), (1, 2, 3)),
+        (node_lost(3, 20), (1, 2)),
         (NodeJoined(0), (0, 1, 2)),
         (NodeJoined(3), (0, 1, 2, 3)),
     ):
         state = replace(state, nodes=tuple(node for node in everything if node.number in living))
         go = went(state, event, legal)
-        assert go.action == ("shrink" if isinstance(event, NodeLost) else "grow")
+        assert go.action == ("shrink" if isinstance(event, Failure) else "grow")
         ranks.append(go.layout.ranks)
         kept = [old for old in go.old if old is not None]
         assert len(kept) == min(go.layout.ranks, state.layout.ranks)  # every process that can be kept is
@@ -142,33 +131,33 @@ def test_processes_are_kept_where_there_are_most(legal_for: LegalFor) -> None:
 
 def test_run_that_must_not_shrink_waits_for_the_node(legal: Legal) -> None:
     before = situation(CUBE, nodes(4, 4), shrink=False)
-    wait = decide(before, [NodeLost(1, 10)], legal)
+    wait = decide(before, [node_lost(1, 10)], legal)
     assert isinstance(wait, Wait) and wait.dead == (4, 5, 6, 7) and "resilience.shrink = false" in wait.reason
     waiting = replace(before, dead=wait.dead)
     assert isinstance(decide(replace(waiting, nodes=nodes(4)), [NodeJoined(0)], legal), Wait)
     back = went(waiting, NodeJoined(1), legal)  # it is there again, but what ran on it is not
-    assert (back.action, back.assignment, back.fresh) == ("restart", before.assignment, (4, 5, 6, 7))
+    assert (back.action, back.assignment, fresh(back)) == ("restart", before.assignment, (4, 5, 6, 7))
     other = went(replace(waiting, nodes=(Node(0, 4), Node(7, 4))), NodeJoined(7), legal)
-    assert (other.action, other.assignment[4:], other.fresh) == ("spare", (7, 7, 7, 7), (4, 5, 6, 7))
+    assert (other.action, other.assignment[4:], fresh(other)) == ("spare", (7, 7, 7, 7), (4, 5, 6, 7))
 
 
 def test_run_waits_if_no_layout_fits() -> None:
-    wait = decide(situation(CUBE, nodes(4, 4)), [NodeLost(1, 10)], lambda layout: layout.ranks == 8)
+    wait = decide(situation(CUBE, nodes(4, 4)), [node_lost(1, 10)], lambda layout: layout.ranks == 8)
     assert isinstance(wait, Wait) and "8 ranks" in wait.reason and "1 node with 4 slots" in wait.reason
-    gone = decide(situation(CUBE, nodes(4, 4)), (NodeLost(0, 10), NodeLost(1, 10)), lambda layout: True)
+    gone = decide(situation(CUBE, nodes(4, 4)), (node_lost(0, 10), node_lost(1, 10)), lambda layout: True)
     assert isinstance(gone, Wait) and gone.dead == tuple(range(8))
 
 
 def test_a_node_and_a_worker_at_once_are_one_decision(legal: Legal) -> None:
-    event = (NodeLost(1, 10), killed(3), killed(4))
+    event = (node_lost(1, 10), killed(3), killed(4))
     go = went(situation(CUBE, nodes(4, 4, 4)), event, legal)
-    assert (go.action, go.fresh, go.assignment) == ("spare", (3, 4, 5, 6, 7), (0, 0, 0, 0, 2, 2, 2, 2))
+    assert (go.action, fresh(go), go.assignment) == ("spare", (3, 4, 5, 6, 7), (0, 0, 0, 0, 2, 2, 2, 2))
 
 
 def test_a_node_that_is_back_already_starts_its_ranks_again(legal: Legal) -> None:
     before = situation(CUBE, nodes(4, 4))
-    go = went(before, (NodeLost(1, 10), NodeJoined(1)), legal)
-    assert (go.action, go.assignment, go.fresh) == ("restart", before.assignment, (4, 5, 6, 7))
+    go = went(before, (node_lost(1, 10), NodeJoined(1)), legal)
+    assert (go.action, go.assignment, fresh(go)) == ("restart", before.assignment, (4, 5, 6, 7))
 
 
 def test_a_node_that_is_not_needed_changes_nothing(legal: Legal) -> None:
@@ -180,7 +169,7 @@ def test_a_node_that_is_not_needed_changes_nothing(legal: Legal) -> None:
 def test_a_failure_with_room_for_more_grows_at_once(legal: Legal) -> None:
     six = Layout(data=3, tensor=2)
     go = went(situation(six, nodes(2, 2, 2, 2), wanted=CUBE), killed(2), legal)
-    assert (go.action, go.layout) == ("grow", CUBE) and len(go.fresh) == 3
+    assert (go.action, go.layout) == ("grow", CUBE) and len(fresh(go)) == 3
 
 
 # --- healthy replicas go on -------------------------------------------------------------------------------------------
@@ -190,9 +179,9 @@ def test_healthy_replicas_go_on_in_their_processes(legal: Legal) -> None:
     before = situation(CUBE, nodes(4, 4), continue_degraded=True)
     go = went(before, killed(2), legal)  # of the second replica, which is ranks 2, 3, 6 and 7
     assert (go.action, go.layout) == ("shrink", replace(CUBE, data=1))
-    assert (go.old, go.fresh, go.assignment) == ((0, 1, 4, 5), (), (0, 0, 1, 1))
+    assert (go.old, fresh(go), go.assignment) == ((0, 1, 4, 5), (), (0, 0, 1, 1))
     grown = went(replace(before, layout=go.layout, assignment=go.assignment), NodeJoined(0), legal)
-    assert (grown.action, grown.layout, len(grown.fresh)) == ("grow", CUBE, 4)
+    assert (grown.action, grown.layout, len(fresh(grown))) == ("grow", CUBE, 4)
 
 
 def test_as_many_replicas_go_on_as_the_batch_allows(legal_for: LegalFor) -> None:
@@ -213,8 +202,8 @@ def test_going_on_needs_a_whole_replica(legal: Legal) -> None:
     before = situation(CUBE, nodes(4, 4), continue_degraded=True)
     assert went(before, (killed(0), killed(3)), legal).action == "restart"
     assert went(situation(Layout(data=1, shard=4), nodes(4), continue_degraded=True), killed(0), legal).action == "restart"
-    assert went(before, Disconnected(10), legal).action == "restart"
-    assert went(before, (killed(2), Disconnected(10)), legal).action == "shrink"
+    assert went(before, disconnected(10), legal).action == "restart"
+    assert went(before, (killed(2), disconnected(10)), legal).action == "shrink"
 
 
 def test_the_first_places_leave_spare_nodes_idle() -> None:

@@ -15,20 +15,7 @@ from typing import Literal
 from phalanx.planning.machines.cluster import Failures
 from phalanx.recovery.policy import decide, failures, updated_history, verdict
 from phalanx.recovery.relayout import initial_assignment
-from phalanx.recovery.state import (
-    Action,
-    Corrupt,
-    Disconnected,
-    Event,
-    Failure,
-    NewGeneration,
-    Node,
-    NodeJoined,
-    NodeLost,
-    Situation,
-    Wait,
-    WorkerDied,
-)
+from phalanx.recovery.state import Action, Event, Failure, NewGeneration, Node, NodeJoined, Situation, Wait
 from phalanx.spec.layout import Layout
 from phalanx.spec.run import Resilience
 
@@ -192,7 +179,9 @@ class SimulatedPolicy:
             return None
         # A launch on too few nodes is decided like the loss of the missing ones.
         lost = frozenset(range(whole.used - missing, whole.used))
-        return self._decide(("launch", nodes), Disconnected(step, "the run is started on fewer nodes"), lost)
+        return self._decide(
+            ("launch", nodes), Failure("connection lost", None, step, "the run is started on fewer nodes"), lost
+        )
 
     @property
     def _visible_free(self) -> int:
@@ -230,9 +219,9 @@ class SimulatedPolicy:
 def _event(fault: Fault, node: int, rank: int, step: int) -> Event:
     """The event that the agents of a live run would report."""
     if fault.kind == "node":
-        return NodeLost(node, step, f"node {node}: {fault.component} failed")
+        return Failure("node lost", None, step, f"node {node}: {fault.component} failed", node)
     if fault.kind == "worker":
-        return WorkerDied(rank, step, "died", f"rank {rank} died: {fault.component}")
+        return Failure("died", rank, step, f"rank {rank} died: {fault.component}")
     if fault.kind == "corrupt":
-        return Corrupt(rank, step, f"rank {rank} holds other numbers than its replicas: {fault.component}")
-    return Disconnected(step, f"connections of node {node} broke: {fault.component}")
+        return Failure("corrupt", rank, step, f"rank {rank} holds other numbers than its replicas: {fault.component}")
+    return Failure("connection lost", None, step, f"connections of node {node} broke: {fault.component}")
