@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from phalanx.control.channel import listen
+from phalanx.control.channel import Channel, Listener
 from phalanx.control.store_server import KeyValueStore, serve
 from phalanx.events.frames import Address
 from phalanx.host.env import python_env
@@ -84,9 +84,11 @@ def until(condition: Any, what: str, seconds: float = 10.0) -> None:
 async def _main() -> None:
     refused: Counter[str] = Counter()
     stores = {generation: KeyValueStore() for generation in range(GENERATIONS)}
-    listener = await listen(
-        "127.0.0.1", TOKEN, lambda link: serve(link, stores), lambda address, reason: refused.update([reason])
-    )
+
+    async def on_channel(channel: Channel) -> None:
+        await serve(channel, stores, await channel.receive())
+
+    listener = Listener("127.0.0.1", TOKEN, on_channel, lambda address, reason: refused.update([reason]))
     print(json.dumps(listener.address), flush=True)
     reader = asyncio.StreamReader()
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.control import protocol, store_server
-from phalanx.control.channel import Channel, listen
+from phalanx.control.channel import Channel, Listener
 from phalanx.control.controller import Controller
 from phalanx.control.election import LeaderClient, Terms
 from phalanx.control.node_faults import NodeFaults
@@ -81,7 +81,7 @@ class Agent:
         # In parallel to loading torch, which takes longer.
         self.replica_process = await asyncio.to_thread(ReplicaProcess, self.rundir, self.node, self._bind, self.token)
         asyncio.get_running_loop().add_signal_handler(signal.SIGCHLD, self._reap)
-        listener = await listen(self._bind, self.token, self._on_connection, self._on_refused)
+        listener = Listener(self._bind, self.token, self._on_connection, self._on_refused)
         self.address = listener.address
         self.terms.announce(self.node, {"name": self.name, "address": list(self.address), "pid": os.getpid()})
         tasks = (self.spawn(self._follow()), self.spawn(self._send_beats()))

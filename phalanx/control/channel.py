@@ -8,7 +8,6 @@ limited number of unauthenticated connections, each for seconds and with 64 byte
 from __future__ import annotations
 
 import asyncio
-import secrets
 import socket
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -103,33 +102,38 @@ async def connect(address: Address, token: str, timeout: float = frames.HANDSHAK
     async with asyncio.timeout(timeout):
         while True:
             try:
-                return await _handshake(address, token)
-            except Refused:
-                raise
-            except ConnectionResetError:
+                return await _connect(address, token)
+            except (ConnectionResetError, BrokenPipeError):
                 await asyncio.sleep(frames.retry_delay())
 
 
-async def _handshake(address: Address, token: str) -> Channel:
-    loop = asyncio.get_running_loop()
-    family, kind, protocol, _, where = (await loop.getaddrinfo(*address, type=socket.SOCK_STREAM))[0]
-    sock = socket.socket(family, kind, protocol)
+async def _connect(address: Address, token: str) -> Channel:
+    name = frames.format_address(address)
+    sock = socket.socket(_family(address[0]))
     try:
         sock.setblocking(False)
-        await loop.sock_connect(sock, where)
-        frames.set_socket_options(sock)
-        answer, expected, key = frames.client_response(token, frames.CONTROL, await _exactly(sock, frames.NONCE))
-        await loop.sock_sendall(sock, answer)
-        frames.check_server(await _exactly(sock, frames.PROOF), expected, frames.format_address(address))
-        return Channel(
-            await asyncio.open_connection(sock=sock), frames.MessageSealer(key, client=True), frames.format_address(address)
-        )
-    except BrokenPipeError as error:
-        sock.close()
-        raise ConnectionResetError(*error.args) from None
+        await asyncio.get_running_loop().sock_connect(sock, address)
+        key = await _authenticate(sock, frames.client_handshake(token, frames.CONTROL, name))
+        return Channel(await asyncio.open_connection(sock=sock), frames.MessageSealer(key, client=True), name)
     except BaseException:
         sock.close()
         raise
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+async def _authenticate(sock: socket.socket, handshake: frames.Handshake) -> bytes:
+    loop = asyncio.get_running_loop()
+    frames.set_socket_options(sock)
+    answer, size = next(handshake)
+    try:
+        while True:
+            await loop.sock_sendall(sock, answer)
+            answer, size = handshake.send(await _exactly(sock, size))
+    except StopIteration as done:
+        return bytes(done.value)
 
 
 async def _exactly(sock: socket.socket, size: int) -> bytes:
@@ -143,13 +147,16 @@ async def _exactly(sock: socket.socket, size: int) -> bytes:
 
 
 class Listener:
-    """Accepts authenticated connections, each in a task of its own."""
+    """Accepts authenticated connections on one interface, each in a task of its own."""
 
-    def __init__(
-        self, sock: socket.socket, token: str, on_channel: Callable[[Channel], Awaitable[None]], on_refused: OnRefused
-    ):
-        self.address: Address = sock.getsockname()[:2]
-        self._socket, self._token, self._on_channel, self._on_refused = sock, token, on_channel, on_refused
+    def __init__(self, bind: str, token: str, on_channel: Callable[[Channel], Awaitable[None]], on_refused: OnRefused):
+        """`on_channel` runs once for each connection, which is closed when it returns. `on_refused` is called with address and reason for
+        refused peers and invalid messages."""
+        assert bind, "an empty name would be every interface"
+        self._socket = socket.create_server((bind, 0), family=_family(bind), backlog=512)
+        self._socket.setblocking(False)
+        self.address: Address = self._socket.getsockname()[:2]
+        self._token, self._on_channel, self._on_refused = token, on_channel, on_refused
         self._handshakes: dict[asyncio.Task[None], str] = {}  # task to address, oldest first
         self._admitted: set[asyncio.Task[None]] = set()
         self._accepting = asyncio.create_task(self._accept())
@@ -185,18 +192,17 @@ class Listener:
             )
 
     async def _serve(self, sock: socket.socket, address: str) -> None:
-        try:
-            async with asyncio.timeout(frames.HANDSHAKE_SECONDS):
-                key = await self._authenticate(sock)
-        except Refused as error:
-            self._on_refused(address, str(error))
-            return
-        except OSError as error:  # includes TimeoutError
-            self._on_refused(address, f"it did not answer the greeting ({str(error) or 'timed out'})")
-            return
         task = asyncio.current_task()
         assert task is not None
-        self._handshakes.pop(task, None)
+        try:
+            async with asyncio.timeout(frames.HANDSHAKE_SECONDS):
+                key = await _authenticate(sock, frames.server_handshake(self._token, frames.CONTROL))
+        except OSError as error:  # includes Refused and TimeoutError
+            greeting = f"it did not answer the greeting ({str(error) or 'timed out'})"
+            self._on_refused(address, str(error) if isinstance(error, Refused) else greeting)
+            return
+        finally:
+            self._handshakes.pop(task, None)  # at once, so that nobody is refused twice
         self._admitted.add(task)
         channel = Channel(await asyncio.open_connection(sock=sock), frames.MessageSealer(key, client=False), address)
         channel.on_invalid = self._on_refused
@@ -207,19 +213,6 @@ class Listener:
         finally:
             channel.close()
 
-    async def _authenticate(self, sock: socket.socket) -> bytes:
-        frames.set_socket_options(sock)
-        loop, nonce = asyncio.get_running_loop(), secrets.token_bytes(frames.NONCE)
-        await loop.sock_sendall(sock, nonce)
-        answer = await _exactly(sock, frames.NONCE + frames.PROOF)
-        try:
-            proof, key = frames.check_client(self._token, frames.CONTROL, nonce, answer)
-        except Refused:
-            await loop.sock_sendall(sock, frames.REFUSAL)
-            raise
-        await loop.sock_sendall(sock, proof)
-        return key
-
     async def close(self) -> None:
         """Stop accepting and close all channels."""
         tasks = [self._accepting, *self._handshakes, *self._admitted]
@@ -227,23 +220,3 @@ class Listener:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         self._socket.close()
-
-
-async def listen(
-    bind: str, token: str, on_channel: Callable[[Channel], Awaitable[None]], on_refused: OnRefused, port: int = 0
-) -> Listener:
-    """Listen on one interface. `on_channel` runs once for each connection, which is closed when it returns. `on_refused` is called with
-    address and reason for refused peers and invalid messages."""
-    loop = asyncio.get_running_loop()
-    assert bind, "an empty name would be every interface"
-    family, kind, protocol, _, where = (await loop.getaddrinfo(bind, port, type=socket.SOCK_STREAM))[0]
-    sock = socket.socket(family, kind, protocol)
-    try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind(where)
-        sock.listen(512)
-        sock.setblocking(False)
-    except BaseException:
-        sock.close()
-        raise
-    return Listener(sock, token, on_channel, on_refused)

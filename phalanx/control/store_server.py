@@ -8,7 +8,7 @@ with "over" (the generation has ended) or "late" (timeout). Operations behave li
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Coroutine, Mapping
 from typing import Any
 
 from phalanx.control.channel import Channel
@@ -23,46 +23,53 @@ class KeyValueStore:
         self._values: dict[str, str] = {}
         self._waiting: dict[str, set[asyncio.Future[None]]] = {}
         self._over: str | None = None
-        self._operations: dict[str, Callable[[Message], Any]] = {
-            "set": self._set,
-            "add": self._add,
-            "append": self._append,
-            "compare_set": self._compare_set,
-            "check": lambda message: all(key in self._values for key in _keys(message)),
-            "delete": lambda message: self._values.pop(_text(message, "key"), None) is not None,
-            "count": lambda message: len(self._values),
-        }
 
     async def ask(self, message: Message) -> Message:
         """Answer one request, waiting for keys if needed. An invalid request gets an error as the answer."""
-        answer = self.now(message)
-        if answer is not None:
-            return answer
-        keys, seconds = _keys(message), _seconds(message)
-        missing = await self._wait_for(keys, seconds)
-        if missing is not None:
-            return {"error": f"waited {seconds:g} s for {missing!r}, which nobody has set", "late": True}
-        answer = self.now(message)
-        assert answer is not None
+        while (answer := self.now(message)) is None:
+            missing = await self._wait_for(message["keys"], message["timeout"])
+            if missing is not None:
+                return {"error": f"waited {message['timeout']:g} s for {missing!r}, which nobody has set", "late": True}
         return answer
 
     def now(self, message: Message) -> Message | None:
         """Answer a request at once; None if it must wait for keys."""
         if self._over is not None:
             return {"error": self._over, "over": True}
-        try:
-            op = message.get("op")
-            if op in ("get", "wait"):
-                keys = _keys(message)
-                _seconds(message)
-                if not all(key in self._values for key in keys):
+        values = self._values
+        match message:
+            case {"op": "get" | "wait" as op, "keys": list(keys), "timeout": int() | float() as seconds} if (
+                _all_text(keys) and seconds is not True and 0 <= seconds < 1e9
+            ):
+                if not all(key in values for key in keys):
                     return None
-                return {"value": [self._values[key] for key in keys] if op == "get" else True}
-            if not isinstance(op, str) or op not in self._operations:
-                return {"error": f"no such operation: {op!r}"}
-            return {"value": self._operations[op](message)}
-        except ValueError as error:
-            return {"error": str(error)}
+                return {"value": [values[key] for key in keys] if op == "get" else True}
+            case {"op": "set", "keys": list(keys), "values": list(new)} if len(keys) == len(new) and _all_text(keys + new):
+                for key, value in zip(keys, new, strict=True):
+                    self._put(key, value)
+                return {"value": True}
+            case {"op": "set", "key": str(key), "value": str(value)}:
+                self._put(key, value)
+                return {"value": True}
+            case {"op": "append", "key": str(key), "value": str(value)}:
+                self._put(key, values.get(key, "") + value)
+                return {"value": True}
+            case {"op": "add", "key": str(key), "value": int(amount)}:
+                try:
+                    return {"value": int(self._put(key, str(int(values.get(key, "0")) + amount)))}
+                except ValueError:
+                    return {"error": f"{key!r} holds no number to add to"}
+            case {"op": "compare_set", "key": str(key), "expected": str(expected), "value": str(desired)}:
+                # Answered with the value afterwards. As in torch's store, an empty expectation matches a missing key.
+                matches = values.get(key, "") == expected
+                return {"value": self._put(key, desired) if matches else values.get(key, expected)}
+            case {"op": "check", "keys": list(keys)} if _all_text(keys):
+                return {"value": all(key in values for key in keys)}
+            case {"op": "delete", "key": str(key)}:
+                return {"value": values.pop(key, None) is not None}
+            case {"op": "count"}:
+                return {"value": len(values)}
+        return {"error": f"no valid request: {message!r:.200}"}
 
     def end(self, reason: str) -> None:
         """End the store: all waiting and future requests get this error. The first reason counts."""
@@ -97,77 +104,19 @@ class KeyValueStore:
             if not woken.done():
                 woken.set_result(None)
 
-    def _put(self, key: str, value: str) -> None:
+    def _put(self, key: str, value: str) -> str:
         self._values[key] = value
         if key in self._waiting:
             self._wake(key)
-
-    def _set(self, message: Message) -> bool:
-        values = message.get("values")
-        if values is None:
-            self._put(_text(message, "key"), _text(message, "value"))
-            return True
-        keys = _keys(message)
-        if not isinstance(values, list) or len(values) != len(keys) or not all(isinstance(value, str) for value in values):
-            raise ValueError(f"{len(keys)} keys need as many values")
-        for key, value in zip(keys, values, strict=True):
-            self._put(key, value)
-        return True
-
-    def _add(self, message: Message) -> int:
-        key, amount = _text(message, "key"), message.get("value")
-        if not isinstance(amount, int):
-            raise ValueError(f"{amount!r} cannot be added: it is no whole number")
-        now = self._values.get(key, "0")
-        try:
-            total = int(now) + amount
-        except ValueError:
-            raise ValueError(f"{key!r} holds no number to add to") from None
-        self._put(key, str(total))
-        return total
-
-    def _append(self, message: Message) -> bool:
-        key = _text(message, "key")
-        self._put(key, self._values.get(key, "") + _text(message, "value"))
-        return True
-
-    def _compare_set(self, message: Message) -> str:
-        """Returns the value afterwards. As in torch's store, an empty expectation matches a missing key."""
-        key, expected, desired = _text(message, "key"), _text(message, "expected"), _text(message, "value")
-        now = self._values.get(key)
-        if now is None and expected:
-            return expected
-        if now is None or now == expected:
-            self._put(key, desired)
-            return desired
-        return now
+        return value
 
 
-def _text(message: Message, name: str) -> str:
-    value = message.get(name)
-    if not isinstance(value, str):
-        raise ValueError(f"{name} is {type(value).__name__}, not text")
-    return value
+def _all_text(values: list[Any]) -> bool:
+    return all(isinstance(value, str) for value in values)
 
 
-def _keys(message: Message) -> list[str]:
-    keys = message.get("keys")
-    if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys):
-        raise ValueError("keys is no list of texts")
-    return keys
-
-
-def _seconds(message: Message) -> float:
-    seconds = message.get("timeout")
-    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds < 1e9:
-        raise ValueError(f"timeout is {seconds!r}, not a number of seconds")
-    return float(seconds)
-
-
-async def serve(channel: Channel, stores: Mapping[int, KeyValueStore], first: Message | None = None) -> None:
-    """Answer the requests of one connection in order until it ends. The first message, {"store": generation}, selects the store; `first` is
-    that message if the caller has read it already."""
-    first = first or await channel.receive()
+async def serve(channel: Channel, stores: Mapping[int, KeyValueStore], first: Message) -> None:
+    """Answer the requests of one connection in order until it ends. Its first message, {"store": generation}, selects the store."""
     generation = first.get("store")
     store = stores.get(generation) if isinstance(generation, int) else None
     if store is None:

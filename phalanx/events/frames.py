@@ -15,6 +15,7 @@ import secrets
 import socket
 import struct
 import time
+from collections.abc import Generator
 
 from phalanx.spec.json_value import JsonObject
 
@@ -109,12 +110,7 @@ def connect(address: Address, token: str, use: bytes, timeout: float = HANDSHAKE
     while True:
         sock = socket.create_connection(address, timeout=max(until - time.monotonic(), 0.01))
         try:
-            set_socket_options(sock)
-            answer, expected, key = client_response(token, use, receive_exactly(sock, NONCE, until))
-            sock.sendall(answer)
-            check_server(receive_exactly(sock, PROOF, until), expected, format_address(address))
-            sock.settimeout(None)
-            return sock, key
+            return sock, _authenticate(sock, client_handshake(token, use, format_address(address)), until)
         except BaseException as error:
             sock.close()
             if isinstance(error, Refused) or not isinstance(error, ConnectionError) or time.monotonic() > until - 0.1:
@@ -122,48 +118,61 @@ def connect(address: Address, token: str, use: bytes, timeout: float = HANDSHAKE
             time.sleep(retry_delay())
 
 
-def accept_client(sock: socket.socket, token: str, use: bytes) -> bytes:
-    """Authenticate a client that has connected; returns the key for `MessageSealer`. Raises Refused, also on timeout."""
-    until, nonce = time.monotonic() + HANDSHAKE_SECONDS, secrets.token_bytes(NONCE)
-    set_socket_options(sock)
-    sock.settimeout(HANDSHAKE_SECONDS)
+def accept_client(sock: socket.socket, token: str, use: bytes) -> None:
+    """Authenticate a client that has connected. Raises Refused, also on timeout."""
     try:
-        sock.sendall(nonce)
-        answer = receive_exactly(sock, NONCE + PROOF, until)
+        _authenticate(sock, server_handshake(token, use), time.monotonic() + HANDSHAKE_SECONDS)
+    except Refused:
+        raise
     except OSError as error:
         raise Refused(f"it did not answer the greeting ({error})") from None
+
+
+def _authenticate(sock: socket.socket, handshake: Handshake, until: float) -> bytes:
+    set_socket_options(sock)
+    sock.settimeout(max(until - time.monotonic(), 0.01))
+    answer, size = next(handshake)
     try:
-        proof, key = check_client(token, use, nonce, answer)
-    except Refused:
-        sock.send(REFUSAL)
-        raise
-    sock.sendall(proof)
-    sock.settimeout(None)
+        while True:
+            sock.sendall(answer)
+            answer, size = handshake.send(receive_exactly(sock, size, until))
+    except StopIteration as done:
+        sock.settimeout(None)
+        return bytes(done.value)
+
+
+Handshake = Generator[tuple[bytes, int], bytes, bytes]
+"""One side of a handshake without its socket: yields what to send and how many bytes to receive then, and returns the connection key.
+Raises Refused."""
+
+
+def client_handshake(token: str, use: bytes, who: str) -> Handshake:
+    """`who`: the server, for messages."""
+    server_nonce = yield b"", NONCE
+    nonce = secrets.token_bytes(NONCE)
+    client, server, key = _proofs(token, use, server_nonce + nonce)
+    proof = yield nonce + client, PROOF
+    if hmac.compare_digest(proof, REFUSAL):
+        raise Refused(f"{who} belongs to another run: it refused this one's token")
+    if not hmac.compare_digest(proof, server):
+        raise Refused(f"{who} does not know the token of this run")
     return key
 
 
-def client_response(token: str, use: bytes, server_nonce: bytes) -> tuple[bytes, bytes, bytes]:
-    """The client's answer to the server's nonce, the proof it expects in return, and the connection key."""
+def server_handshake(token: str, use: bytes) -> Handshake:
     nonce = secrets.token_bytes(NONCE)
-    client, server, key = (_proof(token, use, word, server_nonce + nonce) for word in (b"asks", b"tells", b"key"))
-    return nonce + client, server, key
-
-
-def check_client(token: str, use: bytes, nonce: bytes, answer: bytes) -> tuple[bytes, bytes]:
-    """Check the client's answer; returns the server's proof and the connection key. Raises Refused."""
-    client_nonce, proof = answer[:NONCE], answer[NONCE:]
-    client, server, key = (_proof(token, use, word, nonce + client_nonce) for word in (b"asks", b"tells", b"key"))
-    if not hmac.compare_digest(proof, client):
+    answer = yield nonce, NONCE + PROOF
+    client, server, key = _proofs(token, use, nonce + answer[:NONCE])
+    known = hmac.compare_digest(answer[NONCE:], client)
+    yield server if known else REFUSAL, 0
+    if not known:
         raise Refused("it does not know the token of this run")
-    return server, key
+    return key
 
 
-def check_server(proof: bytes, expected: bytes, who: str) -> None:
-    """Raise Refused unless the server's proof is the one that `client_response` expects."""
-    if hmac.compare_digest(proof, REFUSAL):
-        raise Refused(f"{who} belongs to another run: it refused this one's token")
-    if not hmac.compare_digest(proof, expected):
-        raise Refused(f"{who} does not know the token of this run")
+def _proofs(token: str, use: bytes, nonces: bytes) -> list[bytes]:
+    """The proofs of client and server, and the key of the connection."""
+    return [hmac.digest(token.encode(), use + b" " + word + b"\0" + nonces, "sha256") for word in (b"asks", b"tells", b"key")]
 
 
 def receive_exactly(sock: socket.socket, size: int, until: float | None) -> bytes:
@@ -197,7 +206,3 @@ def retry_delay() -> float:
 
 def format_address(address: Address) -> str:
     return f"{address[0]}:{address[1]}"
-
-
-def _proof(token: str, use: bytes, word: bytes, nonces: bytes) -> bytes:
-    return hmac.digest(token.encode(), use + b" " + word + b"\0" + nonces, "sha256")

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from phalanx.control import channel as link_module
-from phalanx.control.channel import MAX_UNAUTHENTICATED, Channel, Listener, connect, listen
+from phalanx.control.channel import MAX_UNAUTHENTICATED, Channel, Listener, connect
 from phalanx.events import frames
 from phalanx.events.frames import Refused
 
@@ -30,7 +30,7 @@ async def echo(link: Channel) -> None:
 async def listening(on_link: Callable[[Channel], Awaitable[None]] = echo) -> AsyncIterator[tuple[Listener, list[str]]]:
     """A listener, and the reasons of those it refused."""
     refused: list[str] = []
-    listener = await listen("127.0.0.1", TOKEN, on_link, lambda address, reason: refused.append(reason))
+    listener = Listener("127.0.0.1", TOKEN, on_link, lambda address, reason: refused.append(reason))
     try:
         yield listener, refused
     finally:

@@ -80,14 +80,20 @@ def recorded(address: Address) -> tuple[list[bytes], list[bytes]]:
     """What an honest client said, and what it was answered, part by part."""
     with socket.create_connection(address) as sock:
         said, heard = [], [frames.receive_exactly(sock, frames.NONCE, time.monotonic() + 5)]
-        answer, _, key = frames.client_response(meeting.TOKEN, frames.CONTROL, heard[0])
-        seals = frames.MessageSealer(key, client=True)
+        handshake = frames.client_handshake(meeting.TOKEN, frames.CONTROL, "the server")
+        next(handshake)
+        said.append(handshake.send(heard[0])[0])
+        sock.sendall(said[0])
+        heard.append(frames.receive_exactly(sock, frames.PROOF, time.monotonic() + 5))
+        with pytest.raises(StopIteration) as done:
+            handshake.send(heard[1])
+        seals = frames.MessageSealer(done.value.value, client=True)
         questions = [{"store": 1}] + [{"op": "set", "key": f"recorded {number}", "value": "x" * 50} for number in range(4)]
-        for part in (answer, *map(seals.pack, questions)):
+        for part in map(seals.pack, questions):
             sock.sendall(part)
             said.append(part)
-        for size in (frames.PROOF, *[frames.HEADER + len('{"value": true}')] * 4):
-            heard.append(frames.receive_exactly(sock, size, time.monotonic() + 5))
+        for _ in range(4):
+            heard.append(frames.receive_exactly(sock, frames.HEADER + len('{"value": true}'), time.monotonic() + 5))
     return said, heard
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from phalanx.control.channel import Channel, connect, listen
+from phalanx.control.channel import Channel, Listener, connect
 from phalanx.control.store_server import KeyValueStore, serve
 
 TOKEN = "a secret of the test"
@@ -125,7 +125,7 @@ def test_disconnected_client_frees_its_waiting_request() -> None:
 
     async def main() -> None:
         refused: list[str] = []
-        listener = await listen("127.0.0.1", TOKEN, on_link, lambda address, reason: refused.append(reason))
+        listener = Listener("127.0.0.1", TOKEN, on_link, lambda address, reason: refused.append(reason))
         links = {}
         for generation in (4, 5, 6, "4", None):
             links[generation] = await connect(listener.address, TOKEN)
