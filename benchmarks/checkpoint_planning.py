@@ -32,7 +32,7 @@ from phalanx.checkpointing import directory, format
 from phalanx.checkpointing.format import BLOCK
 from phalanx.checkpointing.restore import CheckpointReader
 from phalanx.checkpointing.state_tensor import StateTensor, WrittenBox, written_boxes
-from phalanx.optim.param_optimizer import replica_group, state_tensor
+from phalanx.optim.optimizer import replica_group, state_tensor
 from phalanx.parallel.buckets import own_shard
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.sharded_model import ParamShard

@@ -1,19 +1,37 @@
-"""AdamW, with states on the device or offloaded (`optim/offloaded_adamw`). The default optimizer.
+"""AdamW, with states on the device, or with master weights and moments in host memory or in a file if `memory.offload` asks for it.
+The default optimizer.
 
 The fused kernel needs all tensors in fp32: bf16 gradients or moments pass through it in fp32, a bounded chunk at a time.
+
+With offloading, the device keeps the model's parameters. Gradients are copied to the host, torch's fused CPU kernel updates the masters,
+and new values are copied to the device. On a GPU, copies of other chunks overlap with the update, and so do reads and writes of the file.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from phalanx import accelerator
 from phalanx.optim.fused_adamw import MOMENTS, Chunk, KernelRow, fused_adamw, split_chunks, weight_decay
-from phalanx.optim.offloaded_adamw import offloaded
-from phalanx.optim.param_optimizer import (
+from phalanx.optim.offload_stores import (
+    ALIGNED,
+    Allocate,
+    FileStore,
+    HostBuffer,
+    HostStore,
+    ScratchFile,
+    Store,
+    describe_failure,
+    element_bytes,
+    trim,
+)
+from phalanx.optim.optimizer import (
     OptimizerKind,
     OptimizerSetup,
     ParamOptimizer,
@@ -24,10 +42,13 @@ from phalanx.optim.param_optimizer import (
     is_updated,
 )
 from phalanx.parallel.sharded_model import OwnedParam
+from phalanx.spec.errors import RunFailed
 from phalanx.spec.run import Optimizer as OptimizerSpec
 
 _DEVICE_CHUNK, _HOST_CHUNK = 1 << 24, 1 << 18
 """Elements converted at a time: enough to keep a GPU busy; few enough to stay in the cache of a CPU core."""
+_OFFLOAD_CHUNK = 1 << 22
+"""Elements copied at a time if all offloaded states are in memory."""
 
 
 class AdamW(ParamOptimizer):
@@ -114,10 +135,202 @@ class AdamW(ParamOptimizer):
         return self._buffers[use]
 
 
+class OffloadedAdamW(ParamOptimizer):
+    """AdamW on states in a store."""
+
+    def __init__(self, params: Sequence[OwnedParam], setup: OptimizerSetup, store: Store):
+        self._params, self._store, self._chunks = list(params), store, store.chunks
+        self._decays = [weight_decay(param, setup.spec) for param in params]
+        self._steps = [torch.zeros((), dtype=torch.float32) for _ in params]
+        self._moments = moments = setup.moments
+        largest = max((chunk.size for chunk in self._chunks), default=0)
+        allocate = setup.resources.host_buffer or HostBuffer
+        self._transfer: _DeviceTransfer | _HostTransfer
+        chunks = self._chunks
+        self._transfer = _DeviceTransfer(params, chunks, allocate) if _on_device(params) else _HostTransfer(params, chunks)
+        self._widened = {key: torch.empty(largest if moments != torch.float32 else 0) for key in MOMENTS}
+        self.adopt()
+
+    def adopt(self) -> None:
+        for number, chunk in enumerate(self._chunks):
+            values = [run.of(flat(self._params[run.index].value)) for run in chunk.runs]
+            self._store.put_masters(number, values)
+        trim()  # memory that initialization or reading a checkpoint took
+
+    def step(self, update: Update) -> None:
+        divisor, skip = torch.stack((update.divisor, update.skip)).cpu()  # the host computes, so it waits for them
+        if skip.item():
+            return
+        update = replace(update, divisor=divisor, skip=skip)
+        for param, step in zip(self._params, self._steps, strict=True):
+            step += is_updated(param)
+        self._transfer.begin()
+        for number, (chunk, record) in enumerate(self._store.walk()):
+            self._update(chunk, record.kinds, self._transfer.gradients(number), update)
+            record.copied = self._transfer.send(chunk, record.kinds["master"])
+        self._transfer.end()
+
+    def _update(self, chunk: Chunk, kinds: dict[str, Tensor], gradients: list[Tensor | None], update: Update) -> None:
+        means, squares = (self._widen(kinds[key], key) for key in MOMENTS)
+        by_decay: dict[float, list[KernelRow]] = {decay: [] for decay in self._decays}
+        for run, gradient in zip(chunk.runs, gradients, strict=True):
+            if gradient is not None:
+                master, mean, square = (run.within(kind) for kind in (kinds["master"], means, squares))
+                by_decay[self._decays[run.index]].append((master, gradient, mean, square, self._steps[run.index]))
+        for decay, rows in by_decay.items():
+            fused_adamw(rows, decay, update)
+        for key, new in zip(MOMENTS, (means, squares), strict=True):
+            if new.dtype != kinds[key].dtype:
+                kinds[key].copy_(new)
+
+    def _widen(self, moment: Tensor, key: str) -> Tensor:
+        return moment if moment.dtype == torch.float32 else self._widened[key][: moment.numel()].copy_(moment)
+
+    def state(self) -> dict[str, State]:
+        states: dict[str, State] = {}
+        for index, (param, step) in enumerate(zip(self._params, self._steps, strict=True)):
+            states[f"{param.name}/step"] = step
+            for key in MOMENTS:
+                states[f"{param.name}/{key}"] = self._store.state(index, key, tuple(param.value.shape))
+        return states
+
+    def bytes(self) -> StateBytes:
+        widened = sum(tensor.nbytes for tensor in self._widened.values())
+        return self._store.bytes() + StateBytes(buffer=widened + self._transfer.buffer_bytes)
+
+    @property
+    def applied(self) -> str:
+        return f"{len(self._params)} parameters, master weights in fp32 and moments in {self._moments} {self._store.where}"
+
+    def close(self) -> None:
+        self._transfer.end()
+        self._store.close()
+
+
+class _HostTransfer:
+    """Parameters are on the host: gradients are read where they are."""
+
+    def __init__(self, params: Sequence[OwnedParam], chunks: list[Chunk]):
+        self._params, self._chunks = params, chunks
+        self._buffer = torch.empty(0)
+
+    @property
+    def buffer_bytes(self) -> int:
+        return self._buffer.nbytes
+
+    def begin(self) -> None:
+        pass
+
+    def gradients(self, number: int) -> list[Tensor | None]:
+        gradients: list[Tensor | None] = []
+        chunk = self._chunks[number]
+        for run in chunk.runs:
+            gradient = self._params[run.index].gradient
+            if gradient is not None:
+                gradient = run.of(gradient.reshape(-1))
+                if gradient.dtype != torch.float32:
+                    if self._buffer.numel() < chunk.size:
+                        self._buffer = torch.empty(chunk.size)
+                    gradient = run.within(self._buffer).copy_(gradient)
+            gradients.append(gradient)
+        return gradients
+
+    def send(self, chunk: Chunk, master: Tensor) -> None:
+        for run in chunk.runs:
+            run.of(flat(self._params[run.index].value)).copy_(run.within(master))
+
+    def end(self) -> None:
+        pass
+
+
+class _DeviceTransfer:
+    """While one chunk is updated, gradients of the next come from the device, and values of the last go to it."""
+
+    def __init__(self, params: Sequence[OwnedParam], chunks: list[Chunk], allocate: Allocate):
+        self._params, self._chunks = params, chunks
+        largest = max((chunk.size for chunk in chunks), default=0)
+        self._device = params[0].value.device
+        self._kind = accelerator.of(self._device)
+        self._down, self._up = self._kind.stream(self._device), self._kind.stream(self._device)
+        self._host_buffers = [allocate(largest * 4, True) for _ in range(2)]
+        self._buffers: list[Tensor] = [buffer.bytes.view(torch.float32) for buffer in self._host_buffers]
+        self._arrived = [self._kind.event() for _ in range(2)]
+
+    @property
+    def buffer_bytes(self) -> int:
+        return sum(buffer.nbytes for buffer in self._buffers)
+
+    def begin(self) -> None:
+        now = self._kind.current_stream(self._device)
+        self._down.wait_stream(now)  # gradients are complete
+        self._up.wait_stream(now)  # and the old values are not read any more
+        self._fetch(0)
+
+    def _fetch(self, number: int) -> None:
+        """Starts to copy a chunk's gradients to the host. The buffer's last content, of two chunks ago, has been used."""
+        with self._kind.use(self._down):
+            for run in self._chunks[number].runs if number < len(self._chunks) else ():
+                gradient = self._params[run.index].gradient
+                if gradient is not None:
+                    run.within(self._buffers[number % 2]).copy_(run.of(gradient.reshape(-1)), non_blocking=True)
+            self._arrived[number % 2].record(self._down)
+
+    def gradients(self, number: int) -> list[Tensor | None]:
+        self._fetch(number + 1)
+        self._arrived[number % 2].synchronize()
+        runs, buffer = self._chunks[number].runs, self._buffers[number % 2]
+        return [None if self._params[run.index].gradient is None else run.within(buffer) for run in runs]
+
+    def send(self, chunk: Chunk, master: Tensor) -> Any:
+        with self._kind.use(self._up):
+            for run in chunk.runs:
+                run.of(flat(self._params[run.index].value)).copy_(run.within(master), non_blocking=True)
+            return self._up.record_event()
+
+    def end(self) -> None:
+        """Later work on the device sees the new values."""
+        self._kind.current_stream(self._device).wait_stream(self._up)
+
+
 def _make(params: Sequence[OwnedParam], setup: OptimizerSetup) -> ParamOptimizer:
-    if setup.memory.offloads:
-        return offloaded(params, setup)
-    return AdamW(params, setup.spec, setup.moments)
+    if not setup.memory.offloads:
+        return AdamW(params, setup.spec, setup.moments)
+    make_store = _host_store if setup.memory.offload == "cpu" else _file_store
+    return OffloadedAdamW(params, setup, make_store(params, setup))
+
+
+def _host_store(params: Sequence[OwnedParam], setup: OptimizerSetup) -> Store:
+    chunks = split_chunks([param.value.numel() for param in params], _OFFLOAD_CHUNK)
+    allocate = setup.resources.host_buffer or HostBuffer
+    return HostStore(chunks, setup.moments, pin=_on_device(params), allocate=allocate)
+
+
+def _file_store(params: Sequence[OwnedParam], setup: OptimizerSetup) -> Store:
+    """States pass through memory.offload_buffer MiB. If a rank cannot create its file, all ranks fail before any step."""
+    memory, mesh, moments, resources = setup.memory, setup.mesh, setup.moments, setup.resources
+    folder = Path(memory.offload_path).expanduser() if memory.offload_path else resources.folder
+    assert folder is not None and mesh is not None, "states in files need a folder and a rank"
+    pin = accelerator.of(mesh.device).asynchronous
+    extra = (8 if pin else 4) + (8 if moments != torch.float32 else 0)  # bytes of gradients, and of moments in fp32
+    limit = (memory.offload_buffer << 20) // (3 * element_bytes(moments) + extra)
+    chunks = split_chunks([param.value.numel() for param in params], limit, ALIGNED)
+    path, size = folder / f"optimizer-{mesh.rank}.states", sum(chunk.size for chunk in chunks) * element_bytes(moments)
+    file, failure = None, None
+    try:
+        file = (resources.scratch_file or ScratchFile)(path, size)
+    except OSError as error:
+        failure = describe_failure(path, size, error)
+    failures = [of_rank for of_rank in mesh.gather_objects(failure) if of_rank]
+    if failures:
+        if file is not None:
+            file.close()
+        raise RunFailed("\n".join(failures))
+    assert file is not None
+    return FileStore(file, chunks, moments, pin=pin, allocate=resources.host_buffer or HostBuffer)
+
+
+def _on_device(params: Sequence[OwnedParam]) -> bool:
+    return any(accelerator.of(param.value.device).asynchronous for param in params)
 
 
 KIND = OptimizerKind("AdamW", _make, updates=lambda param: True)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from phalanx.optim.param_optimizer import Update
+from phalanx.optim.optimizer import Update
 from phalanx.parallel.sharded_model import OwnedParam
 from phalanx.spec.run import Optimizer as OptimizerSpec
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 
-from phalanx.optim.param_optimizer import OptimizerKind, OptimizerSetup, ParamOptimizer, State, StateBytes, Update, is_updated
+from phalanx.optim.optimizer import OptimizerKind, OptimizerSetup, ParamOptimizer, State, StateBytes, Update, is_updated
 from phalanx.parallel.group import Group
 from phalanx.parallel.sharded_model import OwnedParam
 from phalanx.spec.tensor_slice import Box

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from phalanx import accelerator
 from phalanx.optim.fused_adamw import MOMENTS, Chunk, Run
-from phalanx.optim.param_optimizer import StateBytes
+from phalanx.optim.optimizer import StateBytes
 from phalanx.spec.errors import RunFailed
 
 BLOCK = 4096

@@ -23,8 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from phalanx.models.moe import Experts
 from phalanx.observe.comm_timer import COMM_TIMER
-from phalanx.optim.optimizer import learning_rate
-from phalanx.optim.param_optimizer import Resources
+from phalanx.optim.optimizer import Resources, learning_rate
 from phalanx.parallel.group import Group
 from phalanx.parallel.mesh import Environment, Mesh
 from phalanx.parallel.pipeline.executor import PipelineObserver

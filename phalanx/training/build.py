@@ -17,8 +17,7 @@ from phalanx.models import init
 from phalanx.models.custom import axes
 from phalanx.models.moe import router_sizes
 from phalanx.optim.diloco import OuterOptimizer
-from phalanx.optim.optimizer import Optimizer
-from phalanx.optim.param_optimizer import REAL, Resources, replica_group, state_tensor
+from phalanx.optim.optimizer import REAL, Optimizer, Resources, replica_group, state_tensor
 from phalanx.parallel.apply import apply
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.pipeline.executor import Pipeline, measure_costs

@@ -32,8 +32,7 @@ from phalanx.events.records import (
     WeightsLoaded,
 )
 from phalanx.observe.comm_timer import COMM_TIMER, span
-from phalanx.optim.optimizer import Optimizer, learning_rate
-from phalanx.optim.param_optimizer import Resources
+from phalanx.optim.optimizer import Optimizer, Resources, learning_rate
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.sharded_model import ShardedModel
 from phalanx.spec.errors import RunFailed

@@ -25,7 +25,7 @@ from phalanx.parallel.sharded_model import OwnedParam, ParamShard
 from phalanx.spec.plan import Place
 from phalanx.spec.run import Memory, Optimizer as Spec, Precision
 from phalanx.optim.optimizer import Optimizer
-from phalanx.optim.param_optimizer import Resources
+from phalanx.optim.optimizer import Resources
 
 mesh = Mesh(Place(), torch.device("cuda", 0))
 

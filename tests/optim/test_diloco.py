@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from phalanx.checkpointing.restore import load
 from phalanx.checkpointing.state_tensor import StateTensor
 from phalanx.optim.diloco import OuterOptimizer
-from phalanx.optim.optimizer import Optimizer
-from phalanx.optim.param_optimizer import Resources
+from phalanx.optim.optimizer import Optimizer, Resources
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.sharded_model import OwnedParam
 from phalanx.spec.layout import Layout

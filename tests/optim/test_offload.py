@@ -16,11 +16,10 @@ from optim.holding import ADAMW, NO, YES, everything, give_gradients, read, valu
 from ranks import ALONE, copied, differing, run_ranks, tiny_run, tiny_trainer
 from torch import Tensor, nn
 
+from phalanx.optim.adamw import OffloadedAdamW
 from phalanx.optim.fused_adamw import split_chunks
 from phalanx.optim.offload_stores import FileStore, ScratchFile
-from phalanx.optim.offloaded_adamw import OffloadedAdamW
-from phalanx.optim.optimizer import Optimizer
-from phalanx.optim.param_optimizer import Resources
+from phalanx.optim.optimizer import Optimizer, Resources
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.sharded_model import OwnedParam, ParamShard
 from phalanx.spec.errors import RunFailed
@@ -308,9 +307,7 @@ def test_a_kill_during_an_offloaded_step_leaves_a_checkpoint_that_resumes_exactl
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Chunks of the tiny model's size would be one: make them several.
-    monkeypatch.setattr(
-        "phalanx.optim.offloaded_adamw.split_chunks", lambda lengths, _, multiple: split_chunks(lengths, 2048, multiple)
-    )
+    monkeypatch.setattr("phalanx.optim.adamw.split_chunks", lambda lengths, _, multiple: split_chunks(lengths, 2048, multiple))
     pid = os.fork()
     if pid == 0:
         try:

@@ -15,8 +15,16 @@ from ranks import copied, differing, tiny_run
 from torch import nn
 
 from phalanx.optim.fused_adamw import split_chunks
-from phalanx.optim.optimizer import Optimizer, optimizer_kind
-from phalanx.optim.param_optimizer import OptimizerKind, OptimizerSetup, ParamOptimizer, State, StateBytes, Update
+from phalanx.optim.optimizer import (
+    Optimizer,
+    OptimizerKind,
+    OptimizerSetup,
+    ParamOptimizer,
+    State,
+    StateBytes,
+    Update,
+    optimizer_kind,
+)
 from phalanx.parallel.sharded_model import OwnedParam, ParamShard
 from phalanx.spec.errors import RunError
 from phalanx.spec.run import OPTIMIZERS, Precision

@@ -27,7 +27,7 @@ from phalanx.parallel.sharded_model import OwnedParam, ParamShard
 from phalanx.spec.plan import Place
 from phalanx.spec.run import Memory, Optimizer as Spec
 from phalanx.optim.optimizer import Optimizer
-from phalanx.optim.param_optimizer import Resources
+from phalanx.optim.optimizer import Resources
 
 offload, tensors, buffer, folder = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4])
 torch.set_num_threads(1)
