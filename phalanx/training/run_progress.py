@@ -1,15 +1,74 @@
-"""A run's progress, and what is reported of its steps. The trainer keeps the progress; every checkpoint holds it."""
+"""A run's progress, what is reported of its steps, and what counts as a loss spike. The trainer keeps the progress; every checkpoint holds
+it, with the statistics of recent steps, so that a resumed run judges alike.
+"""
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, field, replace
+
+import torch
+from torch import Tensor
 
 from phalanx.events.records import Step, StepSkipped
 from phalanx.spec.plan import Plan
 from phalanx.spec.run import Run
-from phalanx.training.hooks.spikes import NO_LIMITS, Limits, RunningStats
 from phalanx.training.step_totals import Outcome
 from phalanx.transforms.precision import LossScale
+
+_MIN_STEPS = 20
+"""Good steps that must be seen before a step is judged."""
+_WINDOW = 100
+"""Steps over which the statistics average, exponentially weighted; all steps of a shorter run have the same weight."""
+_MIN_LOSS_DEVIATION, _MIN_NORM_DEVIATION = 0.01, 0.05
+"""Lower bounds of the standard deviations, for very even runs: of the loss, relative to it, and of the logarithm of the norm."""
+
+
+@dataclass(slots=True)
+class RunningStats:
+    """Running mean and variance of the loss and of the logarithm of the gradient norm, over good steps."""
+
+    steps: int = 0
+    loss: float = 0.0
+    loss_variance: float = 0.0
+    norm: float = 0.0
+    norm_variance: float = 0.0
+
+    def add(self, loss: float, norm: float) -> None:
+        """Adds a good step."""
+        self.steps += 1
+        weight = max(1 / self.steps, 1 / _WINDOW)
+        self.loss, self.loss_variance = _update(self.loss, self.loss_variance, loss, weight)
+        self.norm, self.norm_variance = _update(self.norm, self.norm_variance, math.log(max(norm, 1e-30)), weight)
+
+    def limits(self, deviations: float) -> Limits:
+        """What the next step must not exceed."""
+        if self.steps < _MIN_STEPS:
+            return NO_LIMITS
+        loss = max(math.sqrt(self.loss_variance), _MIN_LOSS_DEVIATION * abs(self.loss))
+        norm = self.norm + deviations * max(math.sqrt(self.norm_variance), _MIN_NORM_DEVIATION)
+        return Limits(self.loss + deviations * loss, math.exp(min(norm, 700.0)))
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The largest loss and gradient norm of one step: known before it is computed, so that the device compares without the host."""
+
+    loss: float = math.inf
+    norm: float = math.inf
+
+    def exceeded(self, loss: Tensor, norm: Tensor | None) -> Tensor:
+        """On the device; NaN exceeds nothing. `norm`: None with local SGD, where every replica has a norm of its own."""
+        high = loss > self.loss
+        return high if norm is None else torch.logical_or(high, norm > self.norm)
+
+
+NO_LIMITS = Limits()
+
+
+def _update(mean: float, variance: float, value: float, weight: float) -> tuple[float, float]:
+    distance = value - mean
+    return mean + weight * distance, (1 - weight) * (variance + weight * distance * distance)
 
 
 @dataclass(slots=True)
@@ -26,7 +85,7 @@ class Progress:
     spikes_in_a_row: int = 0
     """Spikes among the steps skipped in a row."""
     usual: dict[str, float] = field(default_factory=dict)
-    """See `hooks.spikes.RunningStats`. Empty unless spikes are skipped."""
+    """See `RunningStats`. Empty unless spikes are skipped."""
     left_out: list[list[int]] = field(default_factory=list)
     """One entry per rollback: the first sample skipped, the first sample after them, and the step restored."""
 

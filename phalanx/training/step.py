@@ -27,6 +27,7 @@ from phalanx.spec.plan import Plan
 from phalanx.spec.run import Run
 from phalanx.training.hooks import Hooks, StepContext, StepRefused
 from phalanx.training.micro_batch import MicroBatch, objective
+from phalanx.training.run_progress import NO_LIMITS
 from phalanx.training.step_totals import GOOD, NOT_FINITE, SPIKE, Outcome, StepTotals
 from phalanx.transforms.precision import LossScale, computing
 
@@ -80,6 +81,8 @@ class Stepper:
         self._loads = Loads(experts, {name: router.counts for name, router in self._routers.items()})
         self._recent_loads: deque[Tensor] = deque(maxlen=_LOAD_STEPS)
         self.hooks, self.observer = Hooks(), StepObserver()
+        self.limits = NO_LIMITS
+        """Of loss and gradient norm in the step in progress: a step above them is a spike and is skipped."""
         self.scale = LossScale.of(plan.compute, run.precision.loss_scale)
         self._compiles = run.memory.compile
         self.stages = tuple((0,) if pipeline is None else pipeline.schedule.stages_of(self._mesh.coordinate("pipeline")))
@@ -223,8 +226,10 @@ class Stepper:
     def _judge(self, loss: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
         """Whether the step is finite and whether it is a spike: on the device, the same on all ranks."""
         finite = self.agree(torch.isfinite(loss) & torch.isfinite(norm))
-        exceeds = self.hooks.exceeds_limits(loss, norm)
-        return finite, torch.zeros_like(finite) if exceeds is None else ~self.agree(~exceeds)
+        if self.limits == NO_LIMITS:
+            return finite, torch.zeros_like(finite)
+        exceeded = self.limits.exceeded(loss, None if self.sharded.is_local_sgd else norm)
+        return finite, ~self.agree(~exceeded)
 
     def agree(self, good: Tensor) -> Tensor:
         """True on all ranks if it is true on all ranks.

@@ -46,7 +46,6 @@ from phalanx.training.hooks import Hooks, StepRefused
 from phalanx.training.hooks.measurements import HeartbeatHook, StepAccounting, StepTiming
 from phalanx.training.hooks.nonfinite import NonFiniteRetry
 from phalanx.training.hooks.replica_check import ReplicaCheck
-from phalanx.training.hooks.spikes import SpikeGuard
 from phalanx.training.micro_batch import BatchFeed, step_seed
 from phalanx.training.run_progress import Progress, step_record, too_many_rollbacks, too_many_skipped
 from phalanx.training.saving import Checkpointer
@@ -104,7 +103,6 @@ class Trainer:
         self.stepper.hooks = self.hooks
         self.hooks.add(
             ReplicaCheck(self.run.resilience.check_every, state.sharded, state.tensors),
-            SpikeGuard(lambda: self.progress.limits(self.run.resilience.spike), state.sharded),
             self.checkpointer,
             StepAccounting(self.run, state),
             StepTiming(self.run, self.plan, state.sharded),
@@ -176,6 +174,7 @@ class Trainer:
         self.hooks.before_batch(number)
         with span("loading"):
             batches = self.feed.next(self.progress.samples)
+        self.stepper.limits = self.progress.limits(self.run.resilience.spike)
         self.stepper.begin(number, step_seed(self.run.train.seed, self.progress.step, self.mesh.replica))
         attempt = partial(self.stepper.step, batches, self.optimizer, rate, self.stop_signal.requested)
         try:

@@ -307,7 +307,9 @@ def test_a_kill_during_an_offloaded_step_leaves_a_checkpoint_that_resumes_exactl
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Chunks of the tiny model's size would be one: make them several.
-    monkeypatch.setattr("phalanx.optim.adamw.split_chunks", lambda lengths, _, multiple: split_chunks(lengths, 2048, multiple))
+    monkeypatch.setattr(
+        "phalanx.optim.adamw.split_chunks", lambda lengths, _, multiple=64: split_chunks(lengths, 2048, multiple)
+    )
     pid = os.fork()
     if pid == 0:
         try:

@@ -13,8 +13,7 @@ from phalanx.checkpointing import directory
 from phalanx.events.records import Event, Restored, Rewound, Saved, Step, StepSkipped, Warned
 from phalanx.parallel.mesh import Mesh
 from phalanx.spec.errors import RunFailed
-from phalanx.training.hooks.spikes import NO_LIMITS, RunningStats
-from phalanx.training.run_progress import Progress
+from phalanx.training.run_progress import NO_LIMITS, Progress, RunningStats
 from phalanx.training.trainer import Trainer
 
 

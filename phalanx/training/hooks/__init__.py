@@ -1,7 +1,7 @@
 """The hook protocol of a step: the places where rare concerns attach to training.
 
 `Trainer` and `Stepper` call these methods on every rank, at the same places of the same step. Each concern (heartbeat, injected faults,
-replica checks, spike limits, retries of non-finite steps, timing, accounting) is one hook in this package and can be tested alone.
+replica checks, retries of non-finite steps, timing, accounting) is one hook in this package and can be tested alone.
 """
 
 from __future__ import annotations
@@ -74,10 +74,6 @@ class StepHook:
     def after_backward(self, context: StepContext) -> None:
         """All gradients are complete, reduced over all ranks."""
 
-    def exceeds_limits(self, loss: Tensor, norm: Tensor) -> Tensor | None:
-        """On the device: True where the step must be skipped as a spike. None: this hook sets no limits."""
-        return None
-
     def before_update(self, context: StepContext) -> None:
         """The update is next; nothing has changed yet. May raise `StepRefused`, on all ranks alike."""
 
@@ -136,10 +132,6 @@ class Hooks(StepHook):
             yield
         finally:
             self._hooks.remove(hook)
-
-    def exceeds_limits(self, loss: Tensor, norm: Tensor) -> Tensor | None:
-        verdicts = (hook.exceeds_limits(loss, norm) for hook in self._hooks)
-        return next((exceeds for exceeds in verdicts if exceeds is not None), None)  # only one hook sets limits
 
     def on_outcome(self, outcome: Outcome, batches: Sequence[MicroBatch], retry: Callable[[], Outcome]) -> Outcome:
         for hook in self._hooks:
