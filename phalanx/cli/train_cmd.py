@@ -125,7 +125,7 @@ def _train_under_torchrun(place: Place, run_file: Path, overrides: list[str], re
     import torch
 
     from phalanx.parallel.mesh import connect, disconnect
-    from phalanx.worker.rank import StopSignals, train_rank
+    from phalanx.worker.rank import RankProgram, StopSignals
 
     try:
         run = load(run_file, overrides)
@@ -157,7 +157,7 @@ def _train_under_torchrun(place: Place, run_file: Path, overrides: list[str], re
     rundir = RunDir(path)
     show = None if prepared is None else _show_start(prepared)
     try:
-        code = train_rank(run, plan, mesh, rundir, StopSignals(), also=show)
+        code = RankProgram(run, rundir, StopSignals(), also=show).train(plan, mesh)
     except PhalanxError as error:
         print_error(error)  # the message suffices
         code = 1

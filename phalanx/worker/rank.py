@@ -1,5 +1,5 @@
 """The program of one rank: connects to the others, trains and records events. When its generation is over, the process stays and becomes a
-rank of the next one. Forked by `worker/fork_server`; under torchrun `train_rank` runs alone."""
+rank of the next one. Forked by `worker/fork_server`; under torchrun `RankProgram.train` is the whole program."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -74,19 +75,62 @@ class StopSignals:
         self.stop(signal.Signals(number).name)
 
 
-class Rank:
+class RankProgram:
+    """Builds the trainer of one rank and records what happens."""
+
+    def __init__(self, run: Run, rundir: RunDir, signals: StopSignals, also: Callable[[Event], None] | None = None):
+        """`also` receives the events that rank 0 records."""
+        self._run, self._rundir, self._signals, self._also = run, rundir, signals, also
+        self._data: Dataset | None = None
+        self._trainer: Trainer | None = None
+        self._heartbeat: Heartbeat | None = None
+        self._log = EventLog(rundir.events_file)
+        self._listeners: list[Callable[[Event], Any]] = []
+
+    def train(self, plan: Plan, mesh: Mesh) -> int:
+        """Train to the end without recovery, under torchrun; returns the exit code."""
+        trainer = self._build(plan, mesh)
+        last: Event | None = None
+        for last in chain(trainer.restore(), trainer.events()):
+            self._record(last, trainer)
+        disconnect(mesh)
+        self._log.close()
+        return exit_code(last)
+
+    def _build(self, plan: Plan, mesh: Mesh, chaos: str = "") -> Trainer:
+        device = str(mesh.device) if mesh.device.index is not None else mesh.device.type
+        self._log.emit(WorkerStarted(rank=mesh.rank, host=socket.gethostname(), pid=os.getpid(), device=device))
+        self._data = self._data or open_dataset(self._run.data, self._run.train.sequence_length, self._run.train.seed)
+        trainer = Trainer(self._run, plan, mesh, self._rundir.checkpoints, self._data, self._heartbeat)
+        if chaos:
+            done = FaultClaims(self._rundir.path)
+            trainer.hooks.add(RankFaults(parse(chaos), rank=mesh.rank, done=done, report=self._log.emit))
+        self._trainer = trainer
+        self._signals.pass_to(trainer.stop)
+        trainer.build()
+        self._log.emit(trainer.state.placement())
+        return trainer
+
+    def _record(self, event: Event, trainer: Trainer) -> None:
+        """Rank 0 writes the event to the log and the configured sinks; every rank logs what it has measured."""
+        if trainer.mesh.rank == 0:
+            if not self._listeners:
+                self._listeners = [self._log.emit, *sinks(self._run, self._rundir.path), *([self._also] if self._also else [])]
+            for listener in self._listeners:
+                listener(event)
+        if (measured := trainer.hooks.take_measurement()) is not None:
+            self._log.emit(measured)
+
+
+class Rank(RankProgram):
     """A process that is a rank of one generation after the other, as the agent orders."""
 
     def __init__(self, control: ControlThread, run: Run, rundir: RunDir, signals: StopSignals):
-        self._control, self._run, self._rundir, self._signals = control, run, rundir, signals
-        self._data: Dataset | None = None
-        self._trainer: Trainer | None = None
-        self._log = EventLog(rundir.events_file)
-        self._sinks: list[Callable[[Event], None]] | None = None
+        super().__init__(run, rundir, signals)
+        self._control = control
         self._steps: deque[Step | StepSkipped] = deque(maxlen=_KEPT_STEPS)
         self._rank = 0
         self._main_thread = threading.get_ident()
-        self._heartbeat: Heartbeat | None = None
         control.on_stop = signals.stop
         control.on_pause = self._pause
         control.uninterruptible = lambda: self._trainer is not None and self._trainer.heartbeat.phase in _UNINTERRUPTIBLE
@@ -160,53 +204,27 @@ class Rank:
         self._heartbeat.start(generation)
         mesh = connect(place, plan.device, self._run.resilience.timeout, plan.layout)
         trainer = self._build(plan, mesh, order.chaos)
-        listeners = self._listeners(mesh.rank)
         for event in trainer.restore(self._location(order.begin.source, mesh, place)):
-            for listener in listeners:
-                listener(event)
+            self._record(event, trainer)
         control.report(protocol.RankRestored(generation=generation, step=trainer.progress.step))
         last: Event | None = None
         first = True
         for last in trainer.train(save_only=order.begin.save_only):
-            for listener in listeners:
-                listener(last)
+            self._record(last, trainer)
             if isinstance(last, Step | StepSkipped):
                 self._steps.append(last)
                 if first:
                     control.report(protocol.FirstStepDone(generation=generation))
                 first = False
-            if (account := trainer.hooks.take_measurement()) is not None:
-                self._log.emit(account)
         if trainer.stop_signal.paused and not isinstance(last, Stopped):
             control.report(protocol.RankPaused(generation=generation))
             return None
         trainer.close()
         self._trainer = None
         disconnect(mesh)
-        code = protocol.RESUMABLE if isinstance(last, Stopped) else 0
+        code = exit_code(last)
         control.report(protocol.RankEnded(generation=generation, code=code))
         return code
-
-    def _build(self, plan: Plan, mesh: Mesh, chaos: str) -> Trainer:
-        self._log.emit(worker_started(mesh))
-        self._data = self._data or open_dataset(self._run.data, self._run.train.sequence_length, self._run.train.seed)
-        trainer = Trainer(self._run, plan, mesh, self._rundir.checkpoints, self._data, self._heartbeat)
-        if chaos:
-            done, place = FaultClaims(self._rundir.path), mesh.place
-            trainer.hooks.add(RankFaults(parse(chaos), rank=place.rank, done=done, report=self._log.emit))
-        self._trainer = trainer
-        self._signals.pass_to(trainer.stop)
-        trainer.build()
-        self._log.emit(trainer.state.placement())
-        return trainer
-
-    def _listeners(self, rank: int) -> list[Callable[[Event], Any]]:
-        """Rank 0 writes the event log and feeds the configured sinks."""
-        if rank:
-            return []
-        if self._sinks is None:
-            self._sinks = list(sinks(self._run, self._rundir.path))
-        return [self._log.emit, *self._sinks]
 
     def _location(self, source: protocol.StateSource, mesh: Mesh, place: Place) -> Location | None:
         """Where to restore from; None: the newest checkpoint on disk."""
@@ -293,35 +311,8 @@ def rank_failure(error: BaseException) -> protocol.RankFailure:
     return protocol.RankFailure(reason=reason, traceback=trace, expected=expected)
 
 
-def worker_started(mesh: Mesh) -> WorkerStarted:
-    """The record of a rank that runs."""
-    device = str(mesh.device) if mesh.device.index is not None else mesh.device.type
-    return WorkerStarted(rank=mesh.rank, host=socket.gethostname(), pid=os.getpid(), device=device)
-
-
-def train_rank(
-    run: Run, plan: Plan, mesh: Mesh, rundir: RunDir, signals: StopSignals, also: Callable[[Event], None] | None = None
-) -> int:
-    """Train one rank to the end without recovery, under torchrun. `also` receives the events that rank 0 records."""
-    log = EventLog(rundir.events_file)
-    log.emit(worker_started(mesh))
-    data = open_dataset(run.data, run.train.sequence_length, run.train.seed)
-    trainer = Trainer(run, plan, mesh, rundir.checkpoints, data)
-    signals.pass_to(trainer.stop)
-    trainer.build()
-    log.emit(trainer.state.placement())
-    listeners = [log.emit, *sinks(run, rundir.path), *([also] if also else [])] if mesh.rank == 0 else []
-    for event in trainer.restore():
-        for listener in listeners:
-            listener(event)
-    last: Event | None = None
-    for last in trainer.events():
-        for listener in listeners:
-            listener(last)
-        if (account := trainer.hooks.take_measurement()) is not None:
-            log.emit(account)
-    disconnect(mesh)
-    log.close()
+def exit_code(last: Event | None) -> int:
+    """Of a process whose run ended with this event."""
     return protocol.RESUMABLE if isinstance(last, Stopped) else 0
 
 
