@@ -2,7 +2,7 @@
 
     python benchmarks/checkpoint_planning.py [--ranks 8 64 512 2048 4096 16384] [--central 2048] [--models dense experts] [--folder DIR]
 
-No rank is started. `training/dry_build` predicts what each rank holds; then the headers and checksums of all ranks are really written,
+No rank is started. `dry_build_tensors` predicts what each rank holds; then the headers and checksums of all ranks are really written,
 into files of the real length without values, so that rank 0 can commit them and any rank can find its slices in them. A sample of ranks
 is timed. For comparison, DCP's rank 0 plans for all ranks, on plans of the same tensors.
 """
@@ -40,7 +40,7 @@ from phalanx.spec.layout import Layout
 from phalanx.spec.load import loads
 from phalanx.spec.plan import Place
 from phalanx.spec.run import Run
-from phalanx.training.dry_build import dry_build, dry_build_tensors
+from phalanx.training.build import dry_build, dry_build_tensors
 
 Result = TypeVar("Result")
 

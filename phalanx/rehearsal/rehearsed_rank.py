@@ -36,8 +36,7 @@ from phalanx.rehearsal.op_tracker import OpTracker
 from phalanx.spec.plan import Plan
 from phalanx.spec.run import Run
 from phalanx.spec.tensor_slice import Box, TensorSlice, chunk
-from phalanx.training.build import TrainState, build
-from phalanx.training.dry_build import absent_place, fake_process_group, lazy_fsdp_chunks
+from phalanx.training.build import TrainState, absent_place, build, fake_process_group, lazy_fsdp_chunks
 from phalanx.training.micro_batch import MicroBatch
 from phalanx.training.step import StepObserver, StepPart, Stepper
 from phalanx.transforms.activations import MOVED

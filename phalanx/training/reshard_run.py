@@ -24,7 +24,7 @@ from phalanx.spec.layout import Layout
 from phalanx.spec.load import load, loads
 from phalanx.spec.plan import Plan
 from phalanx.spec.run import Run
-from phalanx.training.dry_build import dry_build_tensors
+from phalanx.training.build import dry_build_tensors
 
 _LAYOUT_TABLE = re.compile(r"(?ms)^\[layout\]\n.*?(?=^\[|\Z)")
 

@@ -19,7 +19,7 @@ from phalanx.checkpointing.restore import load
 from phalanx.checkpointing.state_tensor import StateTensor, WrittenBox, raw_bytes, written_boxes
 from phalanx.spec.layout import Layout
 from phalanx.spec.run import Run
-from phalanx.training.dry_build import dry_build_tensors
+from phalanx.training.build import dry_build_tensors
 
 
 def big() -> Run:

@@ -84,7 +84,7 @@ DEALT = [
     ("model", "layout"), [(SMALL, layout) for layout in STATES] + [(SPARSE, layout) for layout in [*STATES[:5], *DEALT]]
 )
 def test_states_are_those_of_a_foreseen_rank(model: ModelSpec, layout: Layout) -> None:
-    from phalanx.training.dry_build import dry_build
+    from phalanx.training.build import dry_build
 
     run = run_of(model, 8, 64)
     _, work = jobs(run, layout)

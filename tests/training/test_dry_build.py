@@ -16,7 +16,7 @@ from phalanx.parallel.mesh import Mesh
 from phalanx.spec.errors import RunError
 from phalanx.spec.layout import Layout
 from phalanx.spec.run import Run
-from phalanx.training.dry_build import dry_build_tensors
+from phalanx.training.build import dry_build_tensors
 
 MOE = (
     "model.moe.experts=4",
