@@ -96,6 +96,22 @@ class Clock:
         self.seconds = sum(self.parts.values())
 
 
+@contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """While this context is open, an attribute of a module, class or object has another value."""
+    own = getattr(owner, "__dict__", None)  # None with slots
+    is_inherited = own is not None and name not in own
+    original = own.get(name) if own is not None else getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if is_inherited:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, original)
+
+
 P = ParamSpec("P")
 T = TypeVar("T")
 

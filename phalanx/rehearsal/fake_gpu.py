@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from phalanx.observe.comm_timer import replaced
 from phalanx.rehearsal import gpu_kernels
 
 GPU = torch.device("cuda", 0)
@@ -37,21 +38,6 @@ class _State:
 
 STATE = _State()
 _device = FakeTensor.device
-
-
-@contextlib.contextmanager
-def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """While this context is open, an attribute of one of torch's modules or classes has another value."""
-    missing = object()
-    original = vars(owner).get(name, missing)  # an inherited attribute is not the owner's
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        if original is missing:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, original)
 
 
 def placed(tensor: Tensor) -> bool:

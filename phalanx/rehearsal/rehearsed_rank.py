@@ -22,7 +22,7 @@ from torch.nn.modules import module as modules
 from torch.utils._pytree import tree_leaves
 
 from phalanx.models.moe import Experts
-from phalanx.observe.comm_timer import COMM_TIMER
+from phalanx.observe.comm_timer import COMM_TIMER, replaced
 from phalanx.optim.optimizer import Resources, learning_rate
 from phalanx.parallel.group import Group
 from phalanx.parallel.mesh import Environment, Mesh
@@ -30,7 +30,6 @@ from phalanx.parallel.pipeline.executor import PipelineObserver
 from phalanx.parallel.pipeline.rank_actions import RankAction
 from phalanx.parallel.sharded_model import OwnedParam, ParamShard
 from phalanx.rehearsal import fake_gpu
-from phalanx.rehearsal.fake_gpu import replaced
 from phalanx.rehearsal.gpu_kernels import RehearsalDevice
 from phalanx.rehearsal.op_tracker import OpTracker
 from phalanx.spec.plan import Plan
@@ -162,14 +161,12 @@ def to_empty(module: nn.Module, *, device: torch.device, recurse: bool = True) -
 @contextlib.contextmanager
 def assumptions(tracker: OpTracker) -> Iterator[None]:
     """While this context is open, nothing waits for other ranks, and torch treats tensors without memory like real ones."""
-    complete, events = COMM_TIMER.complete, COMM_TIMER.events
     with contextlib.ExitStack() as stack:
-        stack.callback(setattr, COMM_TIMER, "complete", complete)
-        stack.callback(setattr, COMM_TIMER, "events", events)
         stack.callback(MOVED.discard, FakeTensor)
-        COMM_TIMER.complete, COMM_TIMER.events = lambda work: None, None
         MOVED.add(FakeTensor)
         for owner, name, value in (
+            (COMM_TIMER, "complete", lambda work: None),
+            (COMM_TIMER, "events", None),
             # C++ code that sees a GPU starts threads for it, and a process with such threads cannot be forked.
             (torch._C, "_ensureCUDADeviceGuardSet", lambda: None),
             (nn.Module, "to_empty", to_empty),

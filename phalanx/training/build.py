@@ -5,7 +5,7 @@ save and hold."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
@@ -20,6 +20,7 @@ from phalanx.events.records import ModelPlaced
 from phalanx.models import init
 from phalanx.models.custom import axes
 from phalanx.models.moe import router_sizes
+from phalanx.observe.comm_timer import replaced
 from phalanx.optim.diloco import OuterOptimizer
 from phalanx.optim.optimizer import REAL, Optimizer, Resources, replica_group, state_tensor
 from phalanx.parallel.apply import apply
@@ -244,18 +245,12 @@ def fake_process_group(mesh: Mesh) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-@contextmanager
-def lazy_fsdp_chunks() -> Iterator[None]:
+def lazy_fsdp_chunks() -> AbstractContextManager[None]:
     """Makes FSDP2 compute chunks of parameters on demand. It needs only the first chunk and its own, but computes those of all ranks,
     which takes more than ten seconds with thousands of ranks."""
     from torch.distributed.fsdp._fully_shard import _fsdp_param
 
-    original = _fsdp_param._chunk_with_empty
-    _fsdp_param._chunk_with_empty = _LazyChunks  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        _fsdp_param._chunk_with_empty = original
+    return replaced(_fsdp_param, "_chunk_with_empty", _LazyChunks)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ records next to what the plan promised.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import wraps
 from typing import Any
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from phalanx.events.heartbeat import Heartbeat, Phase
 from phalanx.events.records import Event, Step, StepAccounted, StepSkipped, StepTimed
-from phalanx.observe.comm_timer import COMM_TIMER, Clock, span
+from phalanx.observe.comm_timer import COMM_TIMER, Clock, replaced, span
 from phalanx.observe.counters import MemoryCounter, TrafficCounter, count_flops
 from phalanx.parallel.sharded_model import ShardedModel
 from phalanx.spec.plan import Plan
@@ -134,8 +134,9 @@ class StepTiming(_Measurement):
         clock = Clock(self._model.mesh.device)
         with ExitStack() as stack:
             for owner, name in self._model.engine.waits():
-                stack.enter_context(_timed_method(owner, name))
-            stack.enter_context(_running(clock))
+                stack.enter_context(replaced(owner, name, _timed(getattr(owner, name))))
+            stack.enter_context(replaced(COMM_TIMER, "clock", clock))
+            stack.enter_context(clock)
             yield
         self._clock = clock
 
@@ -145,31 +146,12 @@ class StepTiming(_Measurement):
             self._record = StepTimed(step=record.step, rank=self._model.mesh.rank, seconds=clock.seconds, parts=clock.parts)
 
 
-@contextmanager
-def _timed_method(owner: Any, name: str) -> Iterator[None]:
-    """Counts one method of one object, in which FSDP2 waits for its messages, as data parallelism."""
-    method, is_own = getattr(owner, name), name in vars(owner)
+def _timed(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method in which FSDP2 waits for its messages, counted as data parallelism."""
 
     @wraps(method)
     def timed(*args: Any, **kwargs: Any) -> Any:
         with span("data"):
             return method(*args, **kwargs)
 
-    setattr(owner, name, timed)
-    try:
-        yield
-    finally:
-        if is_own:
-            setattr(owner, name, method)
-        else:
-            delattr(owner, name)
-
-
-@contextmanager
-def _running(clock: Clock) -> Iterator[None]:
-    COMM_TIMER.clock = clock
-    try:
-        with clock:
-            yield
-    finally:
-        COMM_TIMER.clock = None
+    return timed
