@@ -3,7 +3,7 @@ micro-batches repeats the same operations, and torch's own fake tensors take mos
 calls it.
 
 A result is cached only if it can be reproduced exactly: new tensors that share no memory, views of an argument, or an argument itself.
-All other operations run in torch every time, and so do all operations in a version of torch whose internals differ.
+All other operations run in torch every time.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ class FakeCache:
     def __init__(self) -> None:
         self._answers: dict[Any, Answer | None] = {}
         """None: the operation always runs in torch."""
-        self._make = _Maker()
         self._off = False
 
     def __call__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -56,10 +55,10 @@ class FakeCache:
             # The key does not contain pending conjugations and negations, which views inherit.
             self._off = True
             return None
-        if not made or any(type(tensor) is not FakeTensor for tensor in made) or not self._make.ready(made[0]):
+        if not made or any(type(tensor) is not FakeTensor for tensor in made):
             return None
         if type(result) is FakeTensor:
-            return self._tensor_answer(args, result)
+            return _tensor_answer(args, result)
         if type(result) not in (tuple, list):
             return None
         known = {_memory(tensor) for tensor in given}
@@ -67,85 +66,54 @@ class FakeCache:
         if len(set(fresh)) < len(fresh):
             return None  # new tensors that share memory
         each = [
-            _nothing if item is None else self._tensor_answer(args, item) if type(item) is FakeTensor else None
+            _nothing if item is None else _tensor_answer(args, item) if type(item) is FakeTensor else None
             for item in result
         ]
         answers = [answer for answer in each if answer is not None]
         return _several(type(result), answers) if len(answers) == len(each) else None
 
-    def _tensor_answer(self, args: tuple[Any, ...], result: FakeTensor) -> Answer | None:
-        if result.fake_device != _HOST or result.constant is not None:
-            return None
-        memory = _memory(result)
-        holders = [tensor for tensor in _tensors(args) if _memory(tensor) == memory]
-        geometry = tuple(result.shape), result.stride(), result.dtype
-        offset = int(result.storage_offset())
-        if holders:
-            index = next((index for index, arg in enumerate(args) if arg is holders[0]), None)
-            if len(holders) > 1 or index is None:
-                return None  # it is unclear which argument it is a view of
-            return _given(index) if holders[0] is result else self._make.view(index, offset, geometry)
-        if offset or result.untyped_storage().nbytes() != _reach(0, geometry):
-            return None
-        return self._make.new(geometry)
+
+def _tensor_answer(args: tuple[Any, ...], result: FakeTensor) -> Answer | None:
+    if result.fake_device != _HOST or result.constant is not None:
+        return None
+    memory = _memory(result)
+    holders = [tensor for tensor in _tensors(args) if _memory(tensor) == memory]
+    geometry = tuple(result.shape), result.stride(), result.dtype
+    if holders:
+        index = next((index for index, arg in enumerate(args) if arg is holders[0]), None)
+        if len(holders) > 1 or index is None:
+            return None  # it is unclear which argument it is a view of
+        return _given(index) if holders[0] is result else _view(index, result, geometry)
+    if result.storage_offset() or result.untyped_storage().nbytes() != _reach(0, geometry):
+        return None
+    return _new(result, geometry)
 
 
-class _Maker:
-    """Makes the same fake tensors as torch's constructor, several times faster."""
+def _new(like: FakeTensor, geometry: Geometry) -> Answer:
+    """A new tensor."""
+    mode, (shape, stride, dtype) = like.fake_mode, geometry
 
-    def __init__(self) -> None:
-        self._attributes: dict[str, Any] = {}
-        """Attributes of a new fake tensor."""
-        self._ready: bool | None = None
-
-    def ready(self, like: Any) -> bool:
-        """Whether its tensors equal torch's own; tested once."""
-        if self._ready is None:
-            try:
-                self._ready = self._test(like.fake_mode)
-            except (AttributeError, TypeError, RuntimeError):  # another version of torch has other internals
-                self._ready = False
-        return self._ready
-
-    def _test(self, mode: Any) -> bool:
+    def answer(given: tuple[Any, ...]) -> FakeTensor:
         with torch._C._DisableTorchDispatch():
-            bare = torch.empty((2, 3), device="meta")
-        real = FakeTensor(mode, bare, _HOST)
-        self._attributes = dict(vars(real))
-        ours = self.new(((2, 3), (3, 1), torch.float32))(())
-        with mode:
-            pairs = ((real, ours), (real[1], self.view(0, 3, ((3,), (1,), torch.float32))((ours,))))
-        return _memory(pairs[1][1]) == _memory(ours) and all(_description(real) == _description(ours) for real, ours in pairs)
+            return FakeTensor(mode, torch.empty_strided(shape, stride, dtype=dtype, device="meta"), _HOST)
 
-    def new(self, geometry: Geometry) -> Answer:
-        shape, stride, dtype = geometry
+    return answer
 
-        def answer(given: tuple[Any, ...]) -> FakeTensor:
-            with torch._C._DisableTorchDispatch():
-                return self._dressed(torch.empty_strided(shape, stride, dtype=dtype, device="meta"))
 
-        return answer
+def _view(index: int, like: FakeTensor, geometry: Geometry) -> Answer:
+    """A view of an argument."""
+    mode, offset, (shape, stride, dtype) = like.fake_mode, int(like.storage_offset()), geometry
+    reach = _reach(offset, geometry)
 
-    def view(self, index: int, offset: int, geometry: Geometry) -> Answer:
-        """A view of an argument."""
-        shape, stride, dtype = geometry
-        reach = _reach(offset, geometry)
+    def answer(given: tuple[Any, ...]) -> FakeTensor | None:
+        storage = given[index].untyped_storage()
+        if storage.nbytes() < reach:
+            return None  # the storage is freed for now, and a view made here would resize it
+        with torch._C._DisableTorchDispatch():
+            bare = torch.empty(0, dtype=dtype, device="meta").set_(storage, offset, shape, stride)
+            return FakeTensor(mode, bare, _HOST)
 
-        def answer(given: tuple[Any, ...]) -> FakeTensor | None:
-            storage = given[index].untyped_storage()
-            if storage.nbytes() < reach:
-                return None  # the storage is freed for now, and a view made here would resize it
-            with torch._C._DisableTorchDispatch():
-                bare = torch.empty(0, dtype=dtype, device="meta")
-                return self._dressed(bare.set_(storage, offset, shape, stride))
-
-        return answer
-
-    def _dressed(self, bare: Tensor) -> FakeTensor:
-        fake = Tensor._make_subclass(FakeTensor, bare, False, dispatch_device=True, device_for_backend_keys=_HOST)
-        torch._C._set_throw_on_mutable_data_ptr(fake)
-        fake.__dict__.update(self._attributes)
-        return fake
+    return answer
 
 
 def _ask(given: tuple[Any, ...]) -> Any:
@@ -221,8 +189,3 @@ def _reach(offset: int, geometry: Geometry) -> int:
     if 0 in shape:
         return 0
     return (offset + 1 + sum((length - 1) * step for length, step in zip(shape, stride, strict=True))) * dtype.itemsize
-
-
-def _description(tensor: Tensor) -> list[Any]:
-    attributes = [getattr(tensor, name) for name in ("shape", "dtype", "device", "layout", "requires_grad")]
-    return [*attributes, tensor.stride(), tensor.storage_offset(), torch._C._dispatch_keys(tensor), vars(tensor).keys()]
