@@ -68,44 +68,27 @@ def read_checksum(file: Location) -> str:
     return file_checksum([zlib.crc32(file.read(begin, min(BLOCK, size - begin))) for begin in range(0, max(size, 1), BLOCK)])
 
 
-class _BlockSums:
-    """Checksums of the blocks of a file that arrives in chunks of any length."""
-
-    def __init__(self) -> None:
-        self._sums: list[int] = []
-        self._current, self._filled = 0, 0
-
-    def add(self, chunk: memoryview | bytes) -> None:
-        rest = memoryview(chunk).cast("B")
-        while rest:
-            part = rest[: BLOCK - self._filled]
-            self._current = zlib.crc32(part, self._current)
-            rest, self._filled = rest[len(part) :], self._filled + len(part)
-            if self._filled == BLOCK:
-                self._sums.append(self._current)
-                self._current, self._filled = 0, 0
-
-    def result(self) -> list[int]:
-        return [*self._sums, self._current] if self._filled or not self._sums else self._sums
-
-
 def write_file(file: Location, chunks: Chunks) -> list[int]:
     """Write a file from chunks of any length; returns the checksums of its blocks, which a thread computes meanwhile."""
-    sums = _BlockSums()
+    sums: list[int] = []
     with ThreadPoolExecutor(1, thread_name_prefix="checksums") as pool:
         file.write(_summed(chunks, sums, pool))
-    return sums.result()
+    return sums or [0]
 
 
-def _summed(chunks: Chunks, sums: _BlockSums, pool: ThreadPoolExecutor) -> Iterator[memoryview]:
-    """The same bytes in short chunks. The sum of each is done before the next one, which may be in the same memory."""
+def _summed(chunks: Chunks, sums: list[int], pool: ThreadPoolExecutor) -> Iterator[memoryview]:
+    """The same bytes, no chunk in two blocks; adds to `sums`. The sum of each is done before the next one, which may be in the same memory."""
+    filled = 0
     for chunk in chunks:
         view = memoryview(chunk).cast("B")
-        for begin in range(0, len(view), BLOCK):
-            part = view[begin : begin + BLOCK]
-            summed = pool.submit(sums.add, part)
+        while view:
+            part, view = view[: BLOCK - filled], view[BLOCK - filled :]
+            if not filled:
+                sums.append(0)
+            summed = pool.submit(zlib.crc32, part, sums[-1])
             yield part
-            summed.result()
+            sums[-1] = summed.result()
+            filled = (filled + len(part)) % BLOCK
 
 
 class DamagedFile(Exception):

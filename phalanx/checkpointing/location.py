@@ -25,8 +25,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
-
 from phalanx.events.fault_log import DISK
 from phalanx.spec.errors import PhalanxError, RunFailed
 
@@ -260,6 +258,8 @@ class _DirectFile:
 
 
 def _address(data: memoryview) -> int:
+    import numpy as np  # only writing needs it
+
     return int(np.frombuffer(data, dtype=np.uint8).ctypes.data)
 
 

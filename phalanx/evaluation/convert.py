@@ -27,6 +27,7 @@ from phalanx.checkpointing import offline_writer
 from phalanx.checkpointing.find_checkpoint import find
 from phalanx.checkpointing.format import RunMetadata
 from phalanx.checkpointing.hf_folder import ReferenceLogits, WeightsFolder, WeightsWriter
+from phalanx.checkpointing.replicas.shm_slots import free_memory
 from phalanx.checkpointing.restore import CheckpointReader
 from phalanx.data.tokenizer import COMPANIONS, open_tokenizer
 from phalanx.evaluation.open_model import run_for, run_of, tokenizer_of
@@ -365,9 +366,4 @@ def _theirs(folder: Path, reference: ReferenceLogits) -> Tensor:
 def _has_memory(folder: Path) -> bool:
     """Whether transformers, which loads the whole model, has enough memory next to training."""
     values = sum((tensor.end - tensor.begin) // SIZES[tensor.dtype] for tensor in WeightsFolder(folder).tensors.values())
-    try:
-        with open("/proc/meminfo") as file:
-            available = next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration):
-        return True
-    return _ROOM * 4 * values < available
+    return _ROOM * 4 * values < free_memory()

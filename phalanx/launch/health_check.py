@@ -25,6 +25,7 @@ from rich.table import Table
 from rich.text import Text
 
 from phalanx._version import __version__
+from phalanx.checkpointing.replicas.shm_slots import free_memory
 from phalanx.dashboard.numbers import flops, size
 from phalanx.host.probe import driver_problem, gpu_links
 from phalanx.planning.machines.catalogue import find_gpu
@@ -142,7 +143,7 @@ def examine(directory: Path, machine: Machine) -> HealthReport:
         torch=_ask_torch(),
         gpu_peaks=[entry.peaks if (entry := find_gpu(gpu.name)) else None for gpu in machine.gpus],
         links=_links(gpu_links() or "") if len(machine.gpus) > 1 else {},
-        memory_available=min(machine.memory, _available()),
+        memory_available=min(machine.memory, free_memory()),
         directory=str(directory),
         disk_free=free,
         write_speed=write_speed,
@@ -250,14 +251,6 @@ def _write_speed(place: Path, free: int) -> tuple[float | None, str | None]:
             return _TEST_BYTES / (time.perf_counter() - begin), None
     except OSError as error:
         return None, error.strerror or str(error)
-
-
-def _available() -> int:
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration):
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _attempt(question: Callable[[_Given], _Answer], given: _Given) -> _Answer | None:

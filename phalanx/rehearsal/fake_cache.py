@@ -66,8 +66,7 @@ class FakeCache:
         if len(set(fresh)) < len(fresh):
             return None  # new tensors that share memory
         each = [
-            _nothing if item is None else _tensor_answer(args, item) if type(item) is FakeTensor else None
-            for item in result
+            _nothing if item is None else _tensor_answer(args, item) if type(item) is FakeTensor else None for item in result
         ]
         answers = [answer for answer in each if answer is not None]
         return _several(type(result), answers) if len(answers) == len(each) else None

@@ -136,16 +136,8 @@ def answer_question(question: dict[str, Any]) -> dict[str, Any]:
     for rank, count in distinct_ranks(run, plan).items():
         rehearsal = rehearse(run, plan, rank, device)
         at = rehearsal.no_room or rehearsal.at
-        ranks.append(
-            {
-                "rank": rank,
-                "count": count,
-                "fits": rehearsal.fits,
-                "in_use": rehearsal.in_use,
-                "at": "" if at is None else str(at),
-                "error": rehearsal.error,
-            }
-        )
+        outcome = {"fits": rehearsal.fits, "in_use": rehearsal.in_use, "at": str(at or ""), "error": rehearsal.error}
+        ranks.append({"rank": rank, "count": count} | outcome)
     return {"kinds": ranks}
 
 

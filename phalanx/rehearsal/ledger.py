@@ -207,26 +207,20 @@ class Block:
     free: bool = False
 
 
-class _Pool:
-    """Free blocks of one kind and stream, sorted by size and then by address."""
-
-    def __init__(self) -> None:
-        self.keys: list[tuple[int, int]] = []
-        self.blocks: dict[int, Block] = {}
+class _Pool(list[tuple[int, int, "Block"]]):
+    """Free blocks of one kind and stream, by size and then by address."""
 
     def put(self, block: Block) -> None:
         block.free = True
-        insort(self.keys, (block.size, block.place))
-        self.blocks[block.place] = block
+        insort(self, (block.size, block.place, block))
 
     def drop(self, block: Block) -> None:
         block.free = False
-        del self.keys[bisect_left(self.keys, (block.size, block.place))]
-        del self.blocks[block.place]
+        del self[bisect_left(self, (block.size, block.place))]
 
     def fitting(self, size: int) -> Block | None:
-        at = bisect_left(self.keys, (size, 0))
-        return self.blocks[self.keys[at][1]] if at < len(self.keys) else None
+        at = bisect_left(self, (size,))
+        return self[at][2] if at < len(self) else None
 
 
 class Allocator:
@@ -288,6 +282,7 @@ class Allocator:
     def _release(self) -> None:
         """Return all unused segments."""
         for pool in self._pools.values():
-            for block in [block for block in pool.blocks.values() if block.before is None and block.after is None]:
-                pool.drop(block)
-                self.reserved -= block.size
+            for size, _, block in list(pool):
+                if block.before is None and block.after is None:
+                    pool.drop(block)
+                    self.reserved -= size

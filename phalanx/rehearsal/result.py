@@ -18,6 +18,11 @@ from phalanx.rehearsal.ledger import ProgramLocation
 GIB = 2**30
 _MODULES = 8
 """Modules to print, the largest first."""
+_AS_THEY_ARE = (
+    *("rank", "ranks", "device", "fits", "state", "sent", "tiers", "micro_batches", "taken", "seconds"),
+    *("error", "assumed", "notes"),
+)
+"""Attributes that `Rehearsal.to_json` takes over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,32 +130,17 @@ class Rehearsal:
 
     def to_json(self, *, every_message: bool = False) -> dict[str, Any]:
         """Sizes are in GiB under names that end in _gib and by component and module, and in bytes elsewhere."""
-        table = {
-            "rank": self.rank,
-            "ranks": self.ranks,
-            "device": self.device,
-            "peak_gib": self.peak / GIB,
-            "reserved_gib": self.reserved / GIB,
+        table: dict[str, Any] = {name: getattr(self, name) for name in _AS_THEY_ARE}
+        table |= {f"{name}_gib": getattr(self, name) / GIB for name in ("peak", "reserved", "in_use", "host")}
+        table |= {
             "fixed_gib": _in_gib(self.fixed),
-            "in_use_gib": self.in_use / GIB,
             "capacity_gib": None if self.capacity is None else self.capacity / GIB,
-            "fits": self.fits,
             "components": _in_gib(self.components),
             "modules": _in_gib(self.modules),
             "peak_at": None if self.at is None else self.at._asdict(),
-            "host_gib": self.host / GIB,
-            "state": self.state,
-            "sent": self.sent,
-            "tiers": self.tiers,
             "messages": self.message_count,
             "flops": {"all": sum(self.flops.values()), "repeated": self.repeated_flops, "modules": self.flops},
-            "micro_batches": self.micro_batches,
-            "taken": self.taken,
-            "seconds": self.seconds,
             "no_room": None if self.no_room is None else self.no_room._asdict(),
-            "error": self.error,
-            "assumed": list(self.assumed),
-            "notes": list(self.notes),
         }
         if every_message:
             table["collectives"] = [asdict(message) for message in self.messages]

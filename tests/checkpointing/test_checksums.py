@@ -160,4 +160,4 @@ def test_a_full_disk_ends_a_write_and_closes_the_file(tmp_path: Path, monkeypatc
     before = os.listdir("/proc/self/fd")
     with pytest.raises(OSError, match="No space left"):
         write_file(Local(tmp_path / "file"), [bytes(700)] * 5)
-    assert (tmp_path / "file").stat().st_size == 1400 and os.listdir("/proc/self/fd") == before
+    assert (tmp_path / "file").stat().st_size == 2000 and os.listdir("/proc/self/fd") == before

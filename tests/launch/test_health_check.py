@@ -47,7 +47,7 @@ def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> pytest.MonkeyPatch
     """A healthy machine without GPUs, whose torch answers at once and whose disk is written little."""
     monkeypatch.setattr(health_check, "_TEST_BYTES", 2**20)
     monkeypatch.setattr(health_check, "_ask_torch", lambda: dict(HEALTHY))
-    monkeypatch.setattr(health_check, "_available", lambda: 32 * GIB)
+    monkeypatch.setattr(health_check, "free_memory", lambda: 32 * GIB)
     monkeypatch.setattr(health_check, "version", lambda name: "1.0")
     monkeypatch.setattr(resource, "getrlimit", lambda which: (4096, 4096))
     monkeypatch.setattr("shutil.disk_usage", lambda place: Usage(100 * GIB, 0, 50 * GIB))

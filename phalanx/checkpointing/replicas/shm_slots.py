@@ -165,9 +165,9 @@ def free_bytes(folder: Path) -> int:
 
 def free_memory() -> int:
     """Bytes that this machine, or the container around this process, has available."""
-    with open("/proc/meminfo") as lines:
-        available = (int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-        return max(0, min(next(available, sys.maxsize), _cgroup_available(_CGROUP)))
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    available = (int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    return max(0, min(next(available, sys.maxsize), _cgroup_available(_CGROUP)))
 
 
 def _cgroup_available(group: Path) -> int:
