@@ -6,9 +6,9 @@ from __future__ import annotations
 import json
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from phalanx.calibration import op_bench
 from phalanx.calibration.bench_process import Compute, Device, jobs, plan_of
 from phalanx.calibration.op_bench import Measurement
 from phalanx.host.env import worker_env
+from phalanx.host.process_tree import python_command
 from phalanx.planning.feedback import EIGHT_BITS, WIDTHS, Measured, corrected, refitted
 from phalanx.planning.machines.cluster import Hardware
 from phalanx.planning.machines.cpu import cpu_hardware
@@ -169,21 +170,20 @@ def _one_device(report: BenchReport) -> Hardware:
 
 def _run_processes(device: Device, commands: list[list[str]]) -> list[Any]:
     """Runs `bench_process` with each list of arguments at the same time, in the environment of a rank; returns their answers."""
-    program = [sys.executable, "-P", "-m", "phalanx.calibration.bench_process"]
     environment = worker_env(plan_of(jobs(device, "fp32")[0]))
-    running = [
-        subprocess.Popen([*program, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
-        for arguments in commands
-    ]
-    try:
-        outputs = [process.communicate(timeout=_TIMEOUT) for process in running]
-    except subprocess.TimeoutExpired:
-        raise RunFailed(f"A measurement ({' '.join(commands[0])}) did not end within {_TIMEOUT:.0f} s.") from None
-    finally:
-        for process in running:
-            if process.poll() is None:
-                process.kill()
-    for process, (_, errors) in zip(running, outputs, strict=True):
+
+    def answer(arguments: list[str]) -> Any:
+        command, name = (
+            python_command("phalanx.calibration.bench_process", *arguments),
+            f"A measurement ({' '.join(arguments)})",
+        )
+        try:
+            process = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=_TIMEOUT)
+        except subprocess.TimeoutExpired:
+            raise RunFailed(f"{name} did not end within {_TIMEOUT:.0f} s.") from None
         if process.returncode:
-            raise RunFailed(f"A measurement ({' '.join(commands[0])}) failed:\n{errors.strip()}")
-    return [json.loads(out.strip().splitlines()[-1]) for out, _ in outputs]
+            raise RunFailed(f"{name} failed:\n{process.stderr.strip()}")
+        return json.loads(process.stdout.strip().splitlines()[-1])
+
+    with ThreadPoolExecutor(len(commands)) as threads:
+        return list(threads.map(answer, commands))

@@ -108,10 +108,8 @@ def module_bytes(run: Run, plan: Plan) -> float:
 
 
 def _parameter_bytes(layout: Layout, *, half: bool, offloaded: bool) -> float:
-    """Bytes per parameter of value, gradient and Adam's states under ZeRO. `half`: the run computes in 16 bits.
-
-    In 16 bits ZeRO-1 and 2 keep a whole copy in two bytes, with two for the gradient, and share the fp32 master weights.
-    """
+    """Bytes per parameter of value, gradient and Adam's states under ZeRO. `half`: the run computes in 16 bits, where ZeRO-1 and 2
+    keep a whole copy in two bytes, with two for the gradient, and share the fp32 master weights."""
     states, shard = 0 if offloaded else 8, layout.shard
     if shard == 1:
         return 8 + states
@@ -147,11 +145,8 @@ def replicas(request: PlanRequest) -> int:
 
 
 def fit(request: PlanRequest, layout: Layout, *, save_memory: bool) -> PlannedRun:
-    """The micro-batch, recomputation and offload of a layout, as far as the run leaves them open.
-
-    `save_memory`: blocks are recomputed where nothing else fits or it is clearly faster; where that is not enough, optimizer states
-    leave the device.
-    """
+    """The micro-batch, recomputation and offload of a layout, as far as the run leaves them open. `save_memory`: blocks are recomputed
+    where nothing else fits or it is clearly faster; where that is not enough, optimizer states leave the device."""
     known = request.run.model.module is None and request.run.layout.schedule_file is None
     if request.device == "cuda" and known and (planned := _fit_by_cost(request, layout, save_memory)) is not None:
         return planned

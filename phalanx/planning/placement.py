@@ -86,18 +86,14 @@ ORDER = ("tensor", "context", "shard", "data", "pipeline")
 
 def placement(layout: Layout, hardware: Hardware) -> Placement:
     """The placement of a layout on a cluster."""
-    groups, stride = [], 1
-    for name in ORDER:
-        size = getattr(layout, name) or 1
-        if size > 1:
-            groups.append(_ranks(name, size, stride, hardware))
-        stride *= size
-    inner = 1
-    for name in ("expert_tensor", "expert"):
-        size = getattr(layout, name)
-        if size > 1:
-            groups.append(_ranks(name, size, inner, hardware))
-        inner *= size
+    groups = []
+    for names in (ORDER, ("expert_tensor", "expert")):
+        stride = 1
+        for name in names:
+            size = getattr(layout, name) or 1
+            if size > 1:
+                groups.append(_ranks(name, size, stride, hardware))
+            stride *= size
     return Placement(
         ranks=layout.ranks,
         node=hardware.node,

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
@@ -102,43 +103,33 @@ def choose(run: Run, machine: Machine | None, ranks: int | None = None, size: Si
 
 
 def plan_run(run: Run, machine: Machine | None, ranks: int | None = None, size: Size | None = None) -> PlannedRun:
-    """The plan to train a run with, on this machine or, for None, on the cluster that the run file names.
-
-    `ranks`: how many ranks another launcher, such as torchrun, has already started. `size`: of a custom module. RunError with everything
-    that stands in the way.
-    """
+    """The plan to train a run with, on this machine or, for None, on the cluster that the run file names. `ranks`: how many ranks
+    another launcher, such as torchrun, has already started. `size`: of a custom module. RunError with everything in the way."""
     request = PlanRequest(run, machine, ranks, size)
     if machine is None:
         best = search(run, request.cluster).best
         made = replace(request.plan(best.layout, best.micro_batch), promise=promise_of(best))
         return PlannedRun(replace(run, memory=best.with_savings(run.memory)), _placed(request, made))
-    planned: PlannedRun | None = None
-    refused: RunError | None = None
+    is_open = run.layout == Layout() and run.model.module is None
     try:
         planned = _as_given(request)
-    except RunError as error:
-        refused = error
-    if run.layout == Layout() and run.model.module is None and (planned is not None or isinstance(refused, _TooLarge)):
-        best_here = _clearly_better(request, machine, planned.plan if planned and planned.has_margin else None)
-        if best_here is not None:
-            try:
-                return _as_searched(request, best_here)
-            except RunError:
-                if planned is None:
-                    raise
-    if planned is None:
-        assert refused is not None
-        raise refused
+    except _TooLarge:
+        better = _clearly_better(request, machine, None) if is_open else None
+        if better is None:
+            raise
+        return _as_searched(request, better)
+    better = _clearly_better(request, machine, planned.plan if planned.has_margin else None) if is_open else None
+    if better is not None:
+        with suppress(RunError):
+            return _as_searched(request, better)
     return planned
 
 
 def keep_layout(
     run: Run, machine: Machine, before: Plan, ranks: int | None = None, size: Size | None = None
 ) -> PlannedRun | None:
-    """The plan of a run that resumes: where its layout is left open, the run keeps the one it had, on the same machine.
-
-    None where the machine has changed or the layout is no longer possible.
-    """
+    """The plan of a run that resumes: where its layout is left open, the run keeps the one it had, on the same machine. None where
+    the machine has changed or the layout is no longer possible."""
     asked = ranks or (run.cluster.cpu_ranks if before.device == "cpu" else None)
     if run.layout != Layout() or before.machine != machine_name(machine) or asked not in (None, before.ranks):
         return None
@@ -181,10 +172,8 @@ def _placed(request: PlanRequest, made: Plan) -> Plan:
 
 
 def _clearly_better(request: PlanRequest, machine: Machine, given: Plan | None) -> Candidate | None:
-    """The best candidate of a search where it is clearly faster than the given plan, or where nothing given fits.
-
-    On CPUs other layouts take the place of replicas only where replicas do not fit; else only their number is searched.
-    """
+    """The best candidate of a search where it is clearly faster than the given plan, or where nothing given fits. On CPUs other
+    layouts take the place of replicas only where replicas do not fit; else only their number is searched."""
     run = request.run
     if request.device == "cpu" and given is not None:
         return _fewer_replicas(request, given)
@@ -247,26 +236,21 @@ def _judged(request: PlanRequest) -> PlanReport:
 
 def _plan_here(request: PlanRequest, machine: Machine) -> PlanReport:
     """What `phalanx train` runs on this machine, compared with the fastest layout. RunError where neither exists."""
-    run, refused, planned, result = request.run, None, None, None
+    run, result = request.run, None
     try:
         planned = plan_run(run, machine)
-    except RunError as error:
-        refused = error
-    try:
+    except RunError as refused:
+        result = search(run, request.cluster, most=request.top)  # where it fails, its sentences say what would make the run fit
+        own = Alternative(candidate=None, name="as the run file has it", reason=" ".join(refused.problems))
+        return report_of(run, request.cluster, replace(result, alternatives=(own, *result.alternatives)))
+    with suppress(RunError):
         result = search(run, request.cluster, most=request.top)
-    except RunError:
-        if planned is None:
-            raise  # its sentences say what would make the run fit
-    if planned is not None:
-        return _trained_here(request, machine, planned, result)
-    assert result is not None and refused is not None
-    own = Alternative(candidate=None, name="as the run file has it", reason=" ".join(refused.problems))
-    return report_of(run, request.cluster, replace(result, alternatives=(own, *result.alternatives)))
+    return _trained_here(request, machine, planned, result)
 
 
 def _trained_here(request: PlanRequest, machine: Machine, planned: PlannedRun, result: SearchResult | None) -> PlanReport:
     """The report with what trains here as the best."""
-    run, made, most = request.run, planned.plan, request.top
+    run, made = request.run, planned.plan
     devices = devices_of(run, machine, made.ranks, made.threads, made.device)
     best = judge_plan(planned.run, machine, made)
     if best is None:  # a custom schedule, which the search does not know either
@@ -280,12 +264,11 @@ def _trained_here(request: PlanRequest, machine: Machine, planned: PlannedRun, r
     alternatives = _alternatives(run, devices, best, process)
     if _choices(best) == _choices(fastest):
         best = fastest
-    elif best.layout == fastest.layout:
-        runners_up = runners_up[:most]
     else:
-        runners_up = (fastest, *(candidate for candidate in runners_up if candidate.layout != best.layout))[:most]
-    if best is not fastest:
         alternatives = Alternative(candidate=fastest, name=fastest.name, reason=_not_taken(best, fastest)), *alternatives
+        if best.layout != fastest.layout:
+            others = [candidate for candidate in runners_up if candidate.layout != best.layout]
+            runners_up = (fastest, *others)[: request.top]
     full = replace(result, best=best, runners_up=runners_up, curve=curve, alternatives=alternatives)
     return report_of(run, devices, full)
 
@@ -295,18 +278,15 @@ def _choices(candidate: Candidate) -> tuple[object, ...]:
 
 
 def _not_taken(best: Candidate, fastest: Candidate) -> str:
-    """Why training does not take the fastest candidate."""
     gain = 1 - fastest.seconds / best.seconds
-    if best.layout == fastest.layout:
-        how = f"with a micro-batch of {fastest.micro_batch}"
-        how += f", {fastest.recompute} recomputation" if fastest.recompute != best.recompute else ""
-        how += f", states in {fastest.offload}" if fastest.offload != best.offload else ""
-        kept = "less memory is taken, and nothing traded for it, unless that is clearly better"
-    else:
-        how = ""
-        kept = "replicas are kept unless something else is clearly better, as they compute the same bits however many there are"
     speed = f"{gain:.1%} quicker by the equations" if gain > 0 else "no quicker"
-    return f"{how}{' ' if how else ''}{speed}: {kept}"
+    if best.layout != fastest.layout:
+        kept = "replicas are kept unless something else is clearly better, as they compute the same bits however many there are"
+        return f"{speed}: {kept}"
+    how = f"with a micro-batch of {fastest.micro_batch}"
+    how += f", {fastest.recompute} recomputation" if fastest.recompute != best.recompute else ""
+    how += f", states in {fastest.offload}" if fastest.offload != best.offload else ""
+    return f"{how} {speed}: less memory is taken, and nothing traded for it, unless that is clearly better"
 
 
 def _alone(candidate: Candidate, run: Run, hardware: Hardware) -> SearchResult:
@@ -321,7 +301,6 @@ def _alone(candidate: Candidate, run: Run, hardware: Hardware) -> SearchResult:
 
 
 def _run_files_own(run: Run, hardware: Hardware, best: Candidate) -> Alternative:
-    """The run file's layout as an alternative to the best."""
     try:
         own = judge(run, hardware)
     except RunError as error:

@@ -234,10 +234,8 @@ def run_file_tables(candidate: Candidate) -> str:
 
 
 def keys_to_change(best: Candidate, other: Candidate) -> str:
-    """The keys to set on the command line to get another candidate where the run file has the best one's tables.
-
-    Empty where a key would have to be removed, which no value on the command line does.
-    """
+    """The keys to set on the command line to get another candidate where the run file has the best one's tables. Empty where a key
+    would have to be removed, which no value on the command line does."""
     default = asdict(Layout())
     old, new = default | _layout_keys(best.layout), default | _layout_keys(other.layout)
     keys = {key: value for key, value in new.items() if value != old[key]}

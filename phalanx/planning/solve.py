@@ -121,10 +121,8 @@ def _cluster(run: Run, hardware: Hardware, limits: Limits) -> SolveReport:
     result = None if count is None else _best_within(run, hardware.sized(count), limits)
     if count is None or result is None:
         raise RunError(
-            [
-                f"No number of {hardware.gpu.name} can train this run within the limits: "
-                "use devices with more memory, a smaller model, a later deadline or a larger budget."
-            ]
+            f"No number of {hardware.gpu.name} can train this run within the limits: "
+            "use devices with more memory, a smaller model, a later deadline or a larger budget."
         )
     sentence = (
         f"The smallest cluster for this run is {count:,} × {hardware.gpu.name}: "
@@ -145,7 +143,7 @@ def _model(run: Run, hardware: Hardware, limits: Limits) -> SolveReport:
 
     scale = _largest_scale(fits, first=1.0, precision=1.02)
     if scale is None:
-        raise RunError(["No model of this kind fits on this cluster within the limits: take more devices or a later deadline."])
+        raise RunError("No model of this kind fits on this cluster within the limits: take more devices or a later deadline.")
     grown, result = results[scale]
     count = grown.model.parameters()
     sentence = (
@@ -192,7 +190,7 @@ def _batch(run: Run, hardware: Hardware, limits: Limits) -> SolveReport:
             tried[batch] = other, result
     if not tried:
         raise RunError(
-            ["No batch size makes this run fit on this cluster within the limits: see what `phalanx plan` says is missing."]
+            "No batch size makes this run fit on this cluster within the limits: see what `phalanx plan` says is missing."
         )
     speeds = {size: result.best.tokens_per_second for size, (_, result) in tried.items()}
     most = max(speeds.values())

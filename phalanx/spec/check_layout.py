@@ -204,12 +204,12 @@ def _memory(run: Run) -> Iterator[str]:
         )
 
 
+def leaves_empty_part(size: int, parts: int) -> bool:
+    """Whether cutting into equal parts, the last ones shorter, leaves a part empty."""
+    return parts > 1 and -(-size // parts) * (parts - 1) >= size
+
+
 def _empty_parts(key: str, parts: int, divided: str, size: int) -> Iterator[str]:
-    """Cutting into equal parts, the last ones shorter, must leave no part empty."""
-
-    def leaves_none(parts: int) -> bool:
-        return parts > 1 and -(-size // parts) * (parts - 1) >= size
-
-    if leaves_none(parts):
-        most = next(count for count in range(min(parts, size), 0, -1) if not leaves_none(count))
+    if leaves_empty_part(size, parts):
+        most = next(count for count in range(min(parts, size), 0, -1) if not leaves_empty_part(size, count))
         yield f"${key} leaves a rank without any of $({divided}){divided} = {size}: set it to at most {most}."

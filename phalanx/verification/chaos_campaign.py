@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -205,11 +206,11 @@ def campaign(run: Run, *, steps: int | None = None, faults: int | None = None, s
     steps = steps or max(STEPS, 5 * (faults or 0))
     if faults is None and steps < STEPS:
         raise RunError(
-            [f"--steps {steps} is too short for the standard campaign, which needs {STEPS}: raise it, or use --faults N."]
+            f"--steps {steps} is too short for the standard campaign, which needs {STEPS}: raise it, or use --faults N."
         )
     if faults is not None and faults >= steps:
         raise RunError(
-            [f"--faults {faults} does not fit into --steps {steps}: at most one fault in a step, and none in the first."]
+            f"--faults {faults} does not fit into --steps {steps}: at most one fault in a step, and none in the first."
         )
     case = make_case(_four_ranks(run), ranks=RANKS, steps=steps)
     small = replace(
@@ -241,7 +242,7 @@ def _four_ranks(run: Run) -> Run:
     others = run.layout.ranks // (run.layout.data or 1)
     if RANKS % others and others <= RANKS:
         raise RunError(
-            [f"--chaos runs on {RANKS} ranks, but the layout without layout.data has {others}, which does not divide them."]
+            f"--chaos runs on {RANKS} ranks, but the layout without layout.data has {others}, which does not divide them."
         )
     return replace(run, layout=replace(run.layout, data=max(1, RANKS // others)))
 
@@ -262,7 +263,7 @@ def verify(campaign: Campaign, report: Callable[[str], None] = lambda line: None
         outcomes = fault_outcomes(campaign.faults, ours.events, FaultClaims(ours.directory).times())
         verdicts = [
             *run_verdicts(ours.events, theirs.events, campaign.run.steps, campaign.accepted.loss),
-            _state(ours, theirs, campaign.accepted.parameters),
+            _compare_state(ours, theirs, campaign.accepted.parameters),
             *outcome_verdicts(outcomes),
             *(_leftovers(side) for side in sides),
         ]
@@ -282,32 +283,30 @@ def _leftovers(side: TrainedRun) -> Verdict:
     return Verdict(name=f"left by the {side.name} run", passed=not side.leftovers, message=message)
 
 
-def _state(ours: TrainedRun, theirs: TrainedRun, accepted: float) -> Verdict:
-    passed, message = _compare_state(ours, theirs, accepted)
-    return Verdict(name="state", passed=passed, message=message)
-
-
-def _compare_state(ours: TrainedRun, theirs: TrainedRun, accepted: float) -> tuple[bool, str]:
+def _compare_state(ours: TrainedRun, theirs: TrainedRun, accepted: float) -> Verdict:
     """Compares the last checkpoints. They are equal bit for bit if the layout never changed; with fewer ranks for a while, sums were in
     another order."""
+    verdict = partial(Verdict, name="state")
     try:
         one, other = (CheckpointReader(locate(side.directory)) for side in (ours, theirs))
     except (RunError, OSError) as error:
         outputs = [side.output.strip() for side in (ours, theirs) if side.code]
         endings = "; ".join(output.splitlines()[-1] for output in outputs if output)
-        return False, f"{error} {endings}".strip()
+        return verdict(passed=False, message=f"{error} {endings}".strip())
     if one.marker.step != other.marker.step:
-        return False, f"the last checkpoint is of step {one.marker.step}, the undisturbed run's of {other.marker.step}"
+        steps = f"the last checkpoint is of step {one.marker.step}, the undisturbed run's of {other.marker.step}"
+        return verdict(passed=False, message=steps)
     different = [item for item in compare(one, other) if isinstance(item, Difference)]
     if not different:
-        return True, "weights and optimizer the same in every bit"
+        return verdict(passed=True, message="weights and optimizer the same in every bit")
     if same_layout(ours.events):
-        return False, f"{len(different)} tensors differ, such as {', '.join(item.name for item in different[:3])}"
+        names = ", ".join(item.name for item in different[:3])
+        return verdict(passed=False, message=f"{len(different)} tensors differ, such as {names}")
     apart = {item.name: _relative(item, one) for item in different if item.name.startswith("model/")}
     worst = max(apart, key=lambda name: apart[name], default="")
     because = f"accepted {accepted:.0e}, because the layout changed during recovery"
     within = all(value <= accepted for value in apart.values())
-    return within, f"weights {apart.get(worst, 0.0):.1e} apart at most, in {worst}; {because}"
+    return verdict(passed=within, message=f"weights {apart.get(worst, 0.0):.1e} apart at most, in {worst}; {because}")
 
 
 def _relative(difference: Difference, saved: CheckpointReader) -> float:

@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from phalanx.events.fault_log import fault_record
 from phalanx.events.records import (
@@ -27,6 +28,7 @@ from phalanx.verification.tolerance import number_difference
 
 LONG = 15.0
 """Seconds from which on a hang or a freeze must be detected."""
+_Kind = TypeVar("_Kind", bound=Event)
 Detection = FailureNoticed | Corrupted | NotFinite | Straggling | SaveFailed
 
 _TOGETHER = 1.0  # seconds before a detected failure in which another fault may have hit the same ranks
@@ -118,9 +120,14 @@ def _outcome(fault: Fault, injected: FaultInjected, noticed: Detection | None, e
             return replace(outcome, passed=not _must_be_detected(fault))
         message = f"injected while the run recovered from failure {', '.join(map(str, meanwhile.failures)) or 'none'}"
         return replace(outcome, recovered=meanwhile.first_step - injected.time, message=message)
-    number = noticed.number if isinstance(noticed, FailureNoticed) else _failure_after(noticed, events)
-    recovery = next((event for event in events if isinstance(event, Recovered) and number in event.failures), None)
-    after = recovery.first_step if recovery else _next_step(noticed, events)
+    failure = noticed if isinstance(noticed, FailureNoticed) else None
+    if isinstance(noticed, Corrupted):  # the failure that follows it
+        failure = _first(events, FailureNoticed, lambda event: event.cause == "corrupt" and event.time >= noticed.time)
+    recovery = _first(events, Recovered, lambda event: failure is not None and failure.number in event.failures)
+    after = recovery.first_step if recovery else None
+    if recovery is None and isinstance(noticed, NotFinite | Corrupted):  # which may skip only one step
+        step = _first(events, Step, lambda event: event.time > noticed.time)
+        after = step.time if step else None
     return replace(
         outcome,
         noticed=noticed.time - injected.time,
@@ -139,23 +146,11 @@ def _must_be_detected(fault: Fault) -> bool:
 
 def _recovery_at(moment: float, events: Iterable[Event], before: float) -> Recovered | None:
     """The recovery that was in progress at that time, or that answers a fault of the same time."""
-    every = (event for event in events if isinstance(event, Recovered))
-    return next((event for event in every if event.noticed - before <= moment <= event.first_step), None)
+    return _first(events, Recovered, lambda event: event.noticed - before <= moment <= event.first_step)
 
 
-def _failure_after(noticed: Event, events: Iterable[Event]) -> int | None:
-    """The number of the failure that follows a detected corruption."""
-    if not isinstance(noticed, Corrupted):
-        return None
-    every = (event for event in events if isinstance(event, FailureNoticed) and event.cause == "corrupt")
-    return next((event.number for event in every if event.time >= noticed.time), None)
-
-
-def _next_step(noticed: Event, events: Iterable[Event]) -> float | None:
-    """Time of the next step after a NaN, which skips only one step."""
-    if not isinstance(noticed, NotFinite | Corrupted):
-        return None
-    return next((event.time for event in events if isinstance(event, Step) and event.time > noticed.time), None)
+def _first(events: Iterable[Event], kind: type[_Kind], wanted: Callable[[_Kind], bool]) -> _Kind | None:
+    return next((event for event in events if isinstance(event, kind) and wanted(event)), None)
 
 
 def steps_of(events: Iterable[Event]) -> dict[int, Step | StepSkipped]:

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from phalanx.planning.cost.job_table import METHODS, OFFLOAD, RECOMPUTE, SCHEDULES, JobTable, machine_columns, model_columns
 from phalanx.planning.machines.cluster import Hardware
+from phalanx.spec.check_layout import leaves_empty_part
 from phalanx.spec.layout import FIXED_STAGES, Layout, Schedule, default_stages
 from phalanx.spec.run import Memory, Run
 
@@ -169,7 +170,7 @@ class Space:
                 (expert, slices)
                 for expert in divisors(ranks)
                 for slices in divisors(ranks // expert)
-                if (expert == slices == 1) or (moe.experts % expert == 0 and not _leaves_none(moe.ffn, slices))
+                if (expert == slices == 1) or (moe.experts % expert == 0 and not leaves_empty_part(moe.ffn, slices))
             ]
         pairs = [pair for pair in pairs if self._may("expert", pair[0]) and self._may("expert_tensor", pair[1])]
         return columns_of(("expert", "expert_tensor"), pairs)
@@ -204,7 +205,7 @@ class Space:
             return self.gpus % tensor == 0
         shared = model.moe.shared * model.moe.ffn if model.moe is not None and model.moe.shared else None
         sizes = (model.hidden, model.vocab, shared)
-        empty = any(size is not None and _leaves_none(size, tensor) for size in sizes)
+        empty = any(size is not None and leaves_empty_part(size, tensor) for size in sizes)
         return self.gpus % tensor == 0 and model.heads % tensor == 0 and not empty
 
     def _methods(self, tensor: int, context: int) -> list[int]:
@@ -351,19 +352,11 @@ def kept_scores(run: Run, hardware: Hardware) -> int:
     """What attention keeps of the scores, by the kernel that torch selects. Hopper and later have a fused kernel for masks
     and grouped heads alike; older GPUs have one for either, and none for both at once or for grouped heads in fp32."""
     model, masked = run.model, run.data.document_mask
-    if hardware.device != "cuda":
-        return int(masked)
     grouped, half = model.mla is None and model.kv != model.heads, compute_of(run, hardware) != "fp32"
-    if half and hardware.gpu.key.startswith(_HOPPER):
-        return int(masked)
-    if grouped and (masked or not half or hardware.family.startswith("v100")):
+    fused = hardware.device != "cuda" or (half and hardware.gpu.key.startswith(_HOPPER))
+    if not fused and grouped and (masked or not half or hardware.family.startswith("v100")):
         return 2
     return int(masked)
-
-
-def _leaves_none(size: int, parts: int) -> bool:
-    """Whether equal parts, the last ones shorter, leave some part empty; as in `spec/check_layout`."""
-    return parts > 1 and -(-size // parts) * (parts - 1) >= size
 
 
 def row_count(columns: Columns) -> int:
