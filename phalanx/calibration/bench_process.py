@@ -102,10 +102,8 @@ def step_seconds(run: Run, seconds: float) -> float:
 
 
 def time_jobs(device: Device, compute: Compute, seconds: float) -> dict[str, Any]:
-    """Measures a step of each of `jobs` in about `seconds` altogether.
-
-    Returns "seconds", with None for a model that does not fit, and "fixed": the resident bytes of this process before the first model.
-    """
+    """Measures a step of each of `jobs` in about `seconds` altogether. Returns "seconds", with None for a model that does not fit, and
+    "fixed": the resident bytes of this process before the first model."""
     torch.set_num_threads(1)
     fixed = accelerator.resident_bytes()
     runs = jobs(device, compute)

@@ -258,8 +258,10 @@ def _runner_up_lines(report: PlanReport, top: int) -> list[RenderableType]:
 
 def _largest_loss(best: Candidate, candidate: Candidate) -> str:
     """The part of the step in which a candidate loses most time against the best."""
-    loss = next((change for change in part_changes(best, candidate) if change.seconds > 0), None)
-    return "" if loss is None else f"{PART_LABELS[loss.part]} +{short_duration(loss.seconds)}"
+    losses = (
+        f"{PART_LABELS[part]} +{short_duration(more)}" for part, more in part_changes(best, candidate).items() if more > 0
+    )
+    return next(losses, "")
 
 
 def _why_not(best: Candidate, alternatives: Sequence[Alternative], most: int) -> Group:

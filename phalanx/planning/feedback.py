@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from phalanx.events.log import read_events
-from phalanx.events.records import Event, RunStarted, Step, StepAccounted, StepTimed
+from phalanx.events.records import RunStarted, Step, StepAccounted, StepTimed
 from phalanx.events.rundir import RunDir
 from phalanx.planning.cost.job_table import OFFLOAD, RECOMPUTE, JobTable
 from phalanx.planning.cost.step_time import BUS, Times, step_times
@@ -237,12 +237,17 @@ class Comparison:
         speed = median(step.tokens_per_second for step in self.step_events[2:] or self.step_events)
         yield ComparedValue("step", promise.seconds, self.seconds, "s")
         yield ComparedValue("speed", promise.tokens_per_second, speed, "tokens/s")
-        for name, predicted, measured in part_rows(promise.split, self.timed, self.seconds):
-            yield ComparedValue(f"  {name}", predicted, measured, "s")
+        parts = None if self.timed is None else self.timed.of(self.seconds)
+        least = _NEGLIGIBLE * sum(promise.split.values()), _NEGLIGIBLE * self.seconds
+        for part, (label, covered) in MEASURED_PARTS.items():
+            predicted = sum(promise.split.get(name, 0.0) for name in covered) if covered else None
+            measured = None if parts is None else parts.get(part, 0.0)
+            if (predicted or 0.0) > least[0] or (measured or 0.0) > least[1]:
+                yield ComparedValue(f"  {label}", predicted, measured, "s")
         if self.accounted:
             work = sum(event.flops.get("all", 0) for event in self.accounted)
-            predicted = self.plan.flops_per_token * self.step_events[-1].tokens
-            yield ComparedValue("operations", predicted, float(work) or None, "FLOP")
+            flops = self.plan.flops_per_token * self.step_events[-1].tokens
+            yield ComparedValue("operations", flops, float(work) or None, "FLOP")
 
     def _memories(self, promise: Promise) -> Iterator[ComparedValue]:
         fullest = max(self.accounted, key=lambda event: sum(event.memory.values()), default=None)
@@ -277,7 +282,8 @@ def compare(directory: Path, machine: Machine) -> Comparison:
         raise RunError(
             f"{directory} is a run of a model of one's own, or of a schedule of one's own: plans promise nothing for it."
         )
-    launch = _last_launch(list(read_events(rundir.events_file)))
+    events = list(read_events(rundir.events_file))
+    launch = events[max((place for place, event in enumerate(events) if isinstance(event, RunStarted)), default=0) :]
     steps = [event for event in launch if isinstance(event, Step)]
     if len(steps) < 3:
         raise RunError(
@@ -320,11 +326,6 @@ def after(comparison: Comparison, machine: Machine, constants: dict[str, float])
     again = promised(comparison.run, refitted_machine, comparison.plan)
     assert again is not None, "it was promised something before"
     return again
-
-
-def _last_launch(events: Sequence[Event]) -> Sequence[Event]:
-    begin = max((place for place, event in enumerate(events) if isinstance(event, RunStarted)), default=0)
-    return events[begin:]
 
 
 _OWN = ("compute", "optimizer", "loading")
@@ -381,15 +382,3 @@ def timed(events: Sequence[StepTimed]) -> Timed | None:
         parts={name: busiest.parts[name] for name in names if busiest.parts.get(name)},
         mean={name: sum(event.parts.get(name, 0.0) for event in middle) / most for name in names},
     )
-
-
-def part_rows(
-    split: Mapping[str, float], timed_step: Timed | None, seconds: float
-) -> Iterator[tuple[str, float | None, float | None]]:
-    """For each part worth a row: its label, the promised seconds, and the seconds of a measured step of this length."""
-    measured = None if timed_step is None else timed_step.of(seconds)
-    for part, (label, covered) in MEASURED_PARTS.items():
-        promised_seconds = sum(split.get(name, 0.0) for name in covered) if covered else None
-        spent = None if measured is None else measured.get(part, 0.0)
-        if (promised_seconds or 0.0) > _NEGLIGIBLE * sum(split.values()) or (spent or 0.0) > _NEGLIGIBLE * seconds:
-            yield label, promised_seconds, spent

@@ -4,7 +4,7 @@ a person reads of a candidate is computed here, so that the dashboard's text, pi
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from phalanx.planning.cost.step_time import PARTS
 from phalanx.planning.machines.cluster import Hardware
@@ -106,8 +106,8 @@ class PlanReport(SearchResult):
 
     def _compared(self, other: Candidate) -> dict[str, Any]:
         changes = [
-            {"part": change.part, "words": PART_LABELS[change.part], "seconds": change.seconds}
-            for change in part_changes(self.best, other)
+            {"part": part, "words": PART_LABELS[part], "seconds": seconds}
+            for part, seconds in part_changes(self.best, other).items()
         ]
         return candidate_json(other) | {"part_changes": changes, "change": keys_to_change(self.best, other)}
 
@@ -129,13 +129,13 @@ def report_of(run: Run, hardware: Hardware, result: SearchResult, *, aim: Litera
 
 def _distinct(result: SearchResult) -> tuple[Alternative, ...]:
     """Each layout once, with its first reason: a neighbor of the best can also be one of the expected layouts."""
-    seen = {run_file_tables(result.best)}
+    seen: set[str | None] = {run_file_tables(result.best)}
     distinct = []
     for alternative in result.alternatives:
         tables = None if alternative.candidate is None else run_file_tables(alternative.candidate)
-        if tables is None or tables not in seen:
+        if tables not in seen:
             distinct.append(alternative)
-            seen |= set() if tables is None else {tables}
+            seen |= {tables} - {None}
     return tuple(distinct)
 
 
@@ -190,24 +190,18 @@ def _largest_parts(candidate: Candidate) -> str:
     return ", ".join([f"{share['compute']:.0%} is {PART_LABELS['compute']}", *shown])
 
 
-class PartChange(NamedTuple):
-    """How much longer (or, below zero, shorter) one part of the step takes in another candidate than in the best."""
-
-    part: str
-    seconds: float
-
-
-def part_changes(best: Candidate, other: Candidate) -> tuple[PartChange, ...]:
-    """Where another candidate loses or gains time against the best, the largest difference first."""
-    changes = [PartChange(part, other.split[part] - best.split[part]) for part in PARTS]
-    noticeable = [change for change in changes if abs(change.seconds) >= _NOTICEABLE * best.seconds]
-    return tuple(sorted(noticeable, key=lambda change: -abs(change.seconds)))
+def part_changes(best: Candidate, other: Candidate) -> dict[str, float]:
+    """How many seconds longer (or, below zero, shorter) the parts of the step take in another candidate than in the best, the largest
+    difference first."""
+    changes = {part: other.split[part] - best.split[part] for part in PARTS}
+    noticeable = {part: seconds for part, seconds in changes.items() if abs(seconds) >= _NOTICEABLE * best.seconds}
+    return dict(sorted(noticeable.items(), key=lambda change: -abs(change[1])))
 
 
 def largest_loss(best: Candidate, other: Candidate) -> str:
     """The part that another candidate loses most time to, as the end of a sentence."""
-    losses = [change for change in part_changes(best, other) if change.seconds > 0]
-    return f", most of it {PART_LABELS[losses[0].part]}" if losses else ""
+    part = next((part for part, seconds in part_changes(best, other).items() if seconds > 0), None)
+    return f", most of it {PART_LABELS[part]}" if part else ""
 
 
 def candidate_json(candidate: Candidate) -> dict[str, Any]:

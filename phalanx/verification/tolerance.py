@@ -155,11 +155,9 @@ def first_failure(checks: Iterable[Check]) -> Check | None:
 
 
 def _culprit(rows: list[Comparison], forward_differs: bool, places: dict[str, int]) -> Comparison:
-    """The tensor that most likely shows the cause, of those that differ in the first bad step.
-
-    If the loss is right, the error is in the backward and spreads from the last layer to the first: the last tensor that differs is
-    the nearest to it. Otherwise all tensors differ, and the one with the largest difference is shown.
-    """
+    """The tensor that most likely shows the cause, of those that differ in the first bad step. If the loss is right, the error is in
+    the backward and spreads from the last layer to the first: the last tensor that differs is the nearest to it. Otherwise all
+    tensors differ, and the one with the largest difference is shown."""
     if not forward_differs and rows[0].kind == "gradients":
         return max(rows, key=lambda row: (places.get(row.tensor, -1), row.difference))
     return max(rows, key=lambda row: row.difference)

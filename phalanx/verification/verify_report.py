@@ -8,7 +8,7 @@ from statistics import median
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 from phalanx.dashboard.numbers import duration, size
 from phalanx.spec.layout import Layout
@@ -84,10 +84,7 @@ def show_line(console: Console, number: int, report: Report) -> None:
 
 
 def _table(*titles: str) -> Table:
-    table = Table()
-    for title in titles:
-        table.add_column(title, overflow="fold")
-    return table
+    return Table(*(Column(title, overflow="fold") for title in titles))
 
 
 def _verdict(passed: bool) -> str:
@@ -115,15 +112,11 @@ def _where(check: Check) -> str:
 
 
 def show_accounts(console: Console, accounts: Sequence[RankAccount], theory: Theory) -> None:
-    """Shows bytes and memory of one step next to theory.
-
-    A column per rank would not fit a terminal: the table has the largest and the smallest value. JSON has every rank.
-    """
-    sent = Table(title="bytes sent in one step")
-    memory = Table(title=f"memory; theory of the state: {theory.per_parameter} bytes per parameter")
-    for table, titles in ((sent, ("technique", "collective")), (memory, ("kind",))):
-        for title in (*titles, "largest", "rank", "smallest", "theory"):
-            table.add_column(title)
+    """Shows bytes and memory of one step next to theory. A column per rank would not fit a terminal: the table has the largest and
+    the smallest value. JSON has every rank."""
+    columns = ("largest", "rank", "smallest", "theory")
+    sent = Table("technique", "collective", *columns, title="bytes sent in one step")
+    memory = Table("kind", *columns, title=f"memory; theory of the state: {theory.per_parameter} bytes per parameter")
     kinds = dict.fromkeys((use, name) for account in accounts for use, names in account.sent.items() for name in names)
     last = {use: name for use, name in kinds}  # theory covers a whole technique: it is in the last line of the technique
     for use, name in kinds:
@@ -174,11 +167,9 @@ def _kinds(outcomes: Sequence[FaultOutcome]) -> list[str]:
     lines = []
     for kind in dict.fromkeys(outcome.kind for outcome in outcomes):
         words = []
-        same = [outcome for outcome in outcomes if outcome.kind == kind]
-        noticed, recovered = [outcome.noticed for outcome in same], [outcome.recovered for outcome in same]
-        for title, seconds in (("detected", noticed), ("recovered", recovered)):
-            times = [value for value in seconds if value is not None]
-            if times:
+        for title, name in (("detected", "noticed"), ("recovered", "recovered")):
+            seconds = [getattr(outcome, name) for outcome in outcomes if outcome.kind == kind]
+            if times := [value for value in seconds if value is not None]:
                 words.append(f"{title} after {median(times):.2f} s (median of {len(times)}), {max(times):.2f} s at worst")
         lines += [f"{kind}: {'; '.join(words)}"] if words else []
     return lines

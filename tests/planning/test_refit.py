@@ -8,7 +8,7 @@ import pytest
 
 from phalanx.planning.feedback import Measured, corrected, refitted
 from phalanx.planning.machine_fit import promised
-from phalanx.planning.machines.cpu import CONSTANTS, cpu_hardware
+from phalanx.planning.machines.cpu import cpu_hardware, of_cores
 from phalanx.planning.planner import choose
 from phalanx.spec.layout import Layout
 from phalanx.spec.model import ModelSpec
@@ -63,4 +63,4 @@ def test_undetermined_constants_stay_unchanged() -> None:
 
 def test_cores_that_take_turns_start_operations_more_slowly() -> None:
     alone, turns = (dict(cpu_hardware(replace(HERE, cores=2), ranks, 1).measured) for ranks in (2, 4))
-    assert alone["launch"] == CONSTANTS["launch"] and turns["launch"] == 2 * CONSTANTS["launch"]
+    assert alone["launch"] == of_cores(HERE)["launch"] and turns["launch"] == 2 * of_cores(HERE)["launch"]

@@ -1,7 +1,7 @@
 """This machine's cores as a cluster: a rank is a device with its share of cores and memory.
 
 Unlike a GPU, a core is its own host: the time to start an operation adds to the time to compute it, and the cores that compute
-also copy messages. The constants hold for PyTorch's eager operations and gloo; `phalanx bench` measures them.
+also copy messages. `phalanx bench` measures the constants of catalogue/cpu.toml.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Mapping
 
 from phalanx.planning.machines.catalogue import GpuEntry
 from phalanx.planning.machines.cluster import Hardware, measured_constants
+from phalanx.planning.machines.rates import constants
 from phalanx.recovery.relayout import replicated_elsewhere
 from phalanx.spec.plan import Machine, Plan
 from phalanx.spec.run import Run
@@ -38,53 +39,11 @@ _AGREED = 12
 _THREADED = 0.75
 """Exponent of the speedup by threads: they have to be woken and waited for, and two are 1.7 times as fast."""
 
-CONSTANTS: dict[str, float] = {
-    "gemm": 1.05,
-    "knee": 6.0,
-    "attention": 0.5,
-    "attention_backward": 0.8,
-    "memory": 1.0,
-    "traffic": 1.6,
-    "launch": 7.5e-6,
-    "kernels": 40.0,
-    "expert_kernels": 60.0,
-    "gather_host": 2e-3,
-    "island": 1.0,
-    "network": 1.0,
-    "latency": 3e-4,
-    "far_latency": 0.0,
-    "tensor_hidden": 0.0,
-    "context_hidden": 0.0,
-    "expert_hidden": 0.0,
-    "data_hidden": 0.0,
-    "contention": 0.0,
-    "optimizer_bytes": 20.0,
-    "spread": 0.0,
-    "overhead": 3e-3,
-    "software": 1.0,
-    "low": 0.8,
-    "high": 1.3,
-}
-"""By the names of `machines/rates`. Nothing is hidden: the cores that compute also copy."""
-
-_OLD_ARM: dict[str, float] = {
-    "gemm": 0.65,
-    "knee": 8.8,
-    "attention": 0.33,
-    "bandwidth": 32e9,
-    "traffic": 2.0,
-    "launch": 2.4e-5,
-    "latency": 1e-3,
-    "optimizer_bytes": 22.0,
-    "overhead": 8e-3,
-}
-"""ARM cores without bf16, as `phalanx bench` measured them on two cores of Neoverse N1: operations take three times as long
-to start."""
-
 
 def of_cores(machine: Machine) -> dict[str, float]:
     """Constants of this machine's cores: measured here, else on similar machines."""
-    return CONSTANTS | (_OLD_ARM if machine.scalar else {}) | dict(measured_constants(machine, "cpu"))
+    table: dict[str, dict[str, float]] = constants("cpu")
+    return table["core"] | (table["old-arm"] if machine.scalar else {}) | dict(measured_constants(machine, "cpu"))
 
 
 def cpu_hardware(machine: Machine, ranks: int | None = None, threads: int | None = None) -> Hardware:

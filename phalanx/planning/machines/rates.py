@@ -161,7 +161,7 @@ def rates_for(hardware: Hardware, compute: str, *, moe: bool = False) -> Rates:
 
 
 @cache
-def constants() -> dict[str, Any]:
-    """The fitted constants."""
-    path = files("phalanx.planning") / "catalogue" / "constants.toml"
+def constants(name: str = "constants") -> dict[str, Any]:
+    """The fitted constants; "cpu": those of CPU cores."""
+    path = files("phalanx.planning") / "catalogue" / f"{name}.toml"
     return tomllib.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}

@@ -184,10 +184,8 @@ def _codes(space: Space, level: int, offload: int, count: int) -> Columns:
 
 
 def _base_bound(space: Space, rates: Rates, bases: Columns) -> Floats:
-    """A lower bound in seconds: computing and communication inside blocks, spread evenly over the pipeline.
-
-    Where experts are not joined yet, they compute at their best and nothing is sent to them.
-    """
+    """A lower bound in seconds: computing and communication inside blocks, spread evenly over the pipeline. Where experts are not
+    joined yet, they compute at their best and nothing is sent to them."""
     if not len(bases["pipeline"]):
         return np.zeros(0)
     easy: dict[str, Any] = {"offload": int(space.savings["offload"].min())}
@@ -207,8 +205,7 @@ def _base_bound(space: Space, rates: Rates, bases: Columns) -> Floats:
 
 
 def _unadded(rates: Rates) -> Rates:
-    """Constants for bounds: adding gradients takes no time. Rows are judged as whole replicas, which add more than shards
-    do."""
+    """Constants for bounds: adding gradients takes no time. Rows are judged as whole replicas, which add more than shards do."""
     return replace(rates, adding=0.0)
 
 
@@ -266,12 +263,9 @@ def bytes_of(space: Space, rows: Columns, **more: Any) -> Floats:
 
 
 def _save(space: Space, rates: Rates, capacity: float, rows: Columns, first: Floats, front: Front) -> None:
-    """Tries recomputation and offload, the cheapest first: once a layout fits, more of it only costs time. `first`: seconds
-    of each row with its least recomputation and offload.
-
-    Selective recomputation undoes split backwards, so schedules with split backwards are also tried with full
-    recomputation, as is recomputing only some of the blocks.
-    """
+    """Tries recomputation and offload, the cheapest first: once a layout fits, more of it only costs time. But selective
+    recomputation undoes split backwards, so schedules with split backwards are also tried with full recomputation, as is
+    recomputing only some of the blocks. `first`: seconds of each row with its least recomputation and offload."""
     loose, lowest = selective_level(space), rows["level"]
     rows = {name: column for name, column in rows.items() if name != "level"}
     splits = SPLITS_BACKWARD[rows["schedule"]]
