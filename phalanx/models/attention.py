@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from phalanx.models.layers import HeadNorm, rotate, yarn_temperature
+from phalanx.models.layers import HeadNorm, rotate
 from phalanx.spec.model import Mla, ModelSpec
 
 _RANK_EPS = 1e-6  # of the two inner norms of latent attention; the published models use it regardless of the other norms
@@ -172,5 +172,5 @@ def attention_scale(spec: ModelSpec, mla: Mla) -> float:
     scale = (mla.nope_dim + mla.rope_dim) ** -0.5
     scaling = spec.rope_scaling
     if scaling is not None and scaling.mscale_all_dim:
-        scale *= yarn_temperature(scaling.factor, scaling.mscale_all_dim) ** 2
+        scale *= scaling.temperature(scaling.mscale_all_dim) ** 2
     return scale

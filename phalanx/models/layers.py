@@ -62,23 +62,13 @@ def _yarn_scaling(frequencies: Tensor, theta: float, scaling: RopeScaling) -> Te
     return frequencies / scaling.factor * scaled + frequencies * (1 - scaled)
 
 
-def yarn_temperature(factor: float, strength: float = 1.0) -> float:
-    """YaRN's correction of attention scores for a context `factor` times as long."""
-    return 1.0 if factor <= 1 else 0.1 * strength * math.log(factor) + 1.0
-
-
 def rotary(spec: ModelSpec, positions: Tensor) -> tuple[Tensor, Tensor]:
     """Cosines and sines of every position, [B, 1, S, E/2] each; computed once per forward and shared by all blocks."""
     angles = positions[:, None, :, None].float() * rotary_frequencies(spec, positions.device)
     scaling = spec.rope_scaling
     if scaling is None or scaling.kind != "yarn":
         return angles.cos(), angles.sin()
-    size = yarn_temperature(scaling.factor)
-    if (
-        scaling.mscale and scaling.mscale_all_dim
-    ):  # the rest of the correction is in the attention scale: see `models/attention`
-        size = yarn_temperature(scaling.factor, scaling.mscale) / yarn_temperature(scaling.factor, scaling.mscale_all_dim)
-    return angles.cos() * size, angles.sin() * size
+    return angles.cos() * scaling.rotation_size, angles.sin() * scaling.rotation_size
 
 
 def rotate(x_BHSE: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:

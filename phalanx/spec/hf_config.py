@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,13 +18,13 @@ from typing import Any, NamedTuple
 from phalanx.spec import safetensors_index
 from phalanx.spec.errors import RunError
 from phalanx.spec.json_value import Json, JsonObject
+from phalanx.spec.keys import KEYS
 from phalanx.spec.model import Mla, ModelSpec, Moe, RopeScaling
 
 CONFIG = "config.json"
 _ONLY: dict[str, tuple[Any, ...]] = {
-    "attention_bias mlp_bias use_sliding_window add_cross_attention scale_attn_by_inverse_layer_idx is_encoder_decoder": (
-        False,
-    ),
+    "attention_bias mlp_bias use_sliding_window": (False,),
+    "add_cross_attention scale_attn_by_inverse_layer_idx is_encoder_decoder": (False,),
     "scale_attn_weights": (True,),
     "logit_scale logits_scaling residual_multiplier embedding_multiplier decoder_sparse_step moe_layer_freq": (1,),
     "quantization_config final_logit_softcapping attn_logit_softcapping attention_multiplier": (),
@@ -33,23 +33,46 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "topk_method": ("noaux_tc",),
 }
 """Keys that may be absent, null or one of these values; any other value would change the model."""
-_ROPE_KINDS = ("default", "llama3", "yarn")
-_ROPE_KEYS = {
-    "default": set[str](),
-    "llama3": {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"},
-    "yarn": {
-        "factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim",
-        "attention_factor", "truncate",
+ROPE_FIELDS: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "llama3": ("low_freq_factor", "high_freq_factor"),
+    "yarn": ("beta_fast", "beta_slow", "mscale", "mscale_all_dim"),
+}
+"""Keys of each kind of rotary settings, which RopeScaling has too."""
+_ROPE_KEYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "factor", "original_max_position_embeddings"}
+_YARN_KEYS = {"attention_factor", "truncate"}
+
+_ANY = {"vocab_size": "vocab", "tie_word_embeddings": "tied", "initializer_range": "init_std"}
+DECODER = _ANY | {
+    "hidden_size": "dim", "num_hidden_layers": "layers", "num_attention_heads": "heads", "num_key_value_heads": "kv_heads",
+    "intermediate_size": "ffn", "max_position_embeddings": "context", "rms_norm_eps": "norm_eps",
+}  # fmt: skip
+GPT2 = _ANY | {
+    "n_embd": "dim", "n_layer": "layers", "n_head": "heads", "n_inner": "ffn", "n_positions": "context",
+    "layer_norm_epsilon": "norm_eps",
+}  # fmt: skip
+LATENT = {
+    "kv_lora_rank": "kv_rank", "q_lora_rank": "q_rank", "qk_nope_head_dim": "nope_dim", "qk_rope_head_dim": "rope_dim",
+    "v_head_dim": "value_dim",
+}  # fmt: skip
+_ROUTED = {"num_experts_per_tok": "active", "moe_intermediate_size": "ffn", "norm_topk_prob": "normalize"}
+EXPERTS = {
+    "mixtral": {"num_local_experts": "experts", "num_experts_per_tok": "active", "intermediate_size": "ffn"},
+    "qwen3_moe": _ROUTED | {"num_experts": "experts"},
+    "deepseek_v3": _ROUTED | {
+        "n_routed_experts": "experts", "n_shared_experts": "shared", "first_k_dense_replace": "dense_layers",
+        "routed_scaling_factor": "scale", "n_group": "groups", "topk_group": "active_groups",
     },
 }  # fmt: skip
+"""Their keys to the fields of ModelSpec, Mla and Moe, by `model_type` where it differs; read here, written by `spec/hf_config_write`."""
+_NULLABLE = ("num_key_value_heads", "n_inner", "q_lora_rank", "n_group", "topk_group", "initializer_range")
+"""Keys for which null means the default of our field."""
+_BIAS_RATE = 0.001
+"""DeepSeek-V3's balancing rate, from its paper; its config does not contain it."""
 
 
 class Unsupported(ValueError):
-    """An unsupported setting that would change what the model computes."""
-
-    def __init__(self, key: str, value: Any, remedy: str):
-        self.key, self.value, self.remedy = key, value, remedy
-        super().__init__(f"{key} = {value!r}: {remedy}")
+    """A setting that would change what the model computes: its key, its value and what is supported."""
 
 
 def number(key: str, value: Any, zero: bool = False) -> float:
@@ -85,9 +108,20 @@ class Config(NamedTuple):
             raise
         raise Unsupported(key, value, "a whole number is needed here." if kind is int else "it is too large.")
 
-    def may_be_null(self, key: str) -> int | None:
-        """A number for which null means none, unlike an absent key."""
-        return None if self.values.get(key, self.defaults.get(key)) is None else int(self.number(key))
+    def is_null(self, key: str) -> bool:
+        """Whether it is null, which unlike an absent key means none."""
+        return self.values.get(key, self.defaults.get(key)) is None
+
+    def fields(self, table: str, fields: Mapping[str, str]) -> dict[str, Any]:
+        """The fields of a table of our run file, by the keys that name them here."""
+        values: dict[str, Any] = {}
+        for key, field in fields.items():
+            ours = KEYS[f"{table}.{field}"]
+            if ours.kind is bool:
+                values[field] = self.flag(key)
+            elif key not in _NULLABLE or not self.is_null(key):
+                values[field] = self.number(key, ours.kind, zero=ours.metadata["low"] == 0)
+        return values
 
     def flag(self, key: str) -> bool:
         value = self.get(key)
@@ -110,8 +144,8 @@ def model_spec(folder: Path) -> ModelSpec:
         spec = read(config)
         return replace(spec, mtp_depth=_mtp_depth(config, spec, folder)) if family == "DeepseekV3ForCausalLM" else spec
     except Unsupported as problem:
-        value = json.dumps(problem.value, default=str)
-        raise RunError([f"{folder / CONFIG}: {problem.key} = {value}: {problem.remedy}"]) from None
+        key, value, remedy = problem.args
+        raise RunError(f"{folder / CONFIG}: {key} = {json.dumps(value, default=str)}: {remedy}") from None
     except (TypeError, ValueError, AttributeError, OverflowError) as error:
         raise RunError([f"{folder / CONFIG}: a value is not of the kind it should be ({error})."]) from None
 
@@ -153,8 +187,8 @@ def _family(path: Path, values: JsonObject) -> str:
 def _no_window(config: Config) -> None:
     """Refuse sliding-window attention; a window at least as long as the context has no effect."""
     if "sliding_window" in config.defaults:  # families that use it by default
-        window, longest = config.may_be_null("sliding_window"), config.number("max_position_embeddings")
-        if window is not None and window < longest:
+        longest = config.number("max_position_embeddings")
+        if not config.is_null("sliding_window") and (window := config.number("sliding_window")) < longest:
             raise Unsupported(
                 "sliding_window", window, f"attention over a window is not supported; only null, or at least {longest}."
             )
@@ -174,18 +208,8 @@ def _decoder(config: Config, latent: bool = False) -> ModelSpec:
     """What all families except GPT-2 have in common."""
     _only("hidden_act", config.get("hidden_act"), ("silu", "swish"))
     theta, scaling = _rope(config.values, config.defaults.get("rope_theta", 10000.0))
-    heads = config.number("num_attention_heads")
-    return ModelSpec(
-        vocab=config.number("vocab_size"), dim=config.number("hidden_size"), layers=config.number("num_hidden_layers"),
-        heads=heads, kv_heads=config.may_be_null("num_key_value_heads") or heads, head_dim=None if latent else _head(config, "hidden_size", heads),
-        ffn=config.number("intermediate_size"), norm_eps=config.number("rms_norm_eps", float),
-        context=config.number("max_position_embeddings"), rope_theta=theta, rope_scaling=scaling,
-        tied=config.flag("tie_word_embeddings"), init_std=_init_std(config),
-    )  # fmt: skip
-
-
-def _init_std(config: Config) -> float:
-    return float(config.number("initializer_range", float, zero=True) if config.get("initializer_range") is not None else 0.02)
+    spec = ModelSpec(**config.fields("model", DECODER), rope_theta=theta, rope_scaling=scaling)
+    return replace(spec, kv_heads=spec.kv, head_dim=None if latent else _head(config, "hidden_size", spec.heads))
 
 
 def _head(config: Config, width: str, heads: int) -> int:
@@ -202,18 +226,15 @@ def _qwen3(config: Config) -> ModelSpec:
 
 
 def _mixtral(config: Config) -> ModelSpec:
-    spec = _decoder(config)
-    experts, active = config.number("num_local_experts"), config.number("num_experts_per_tok")
-    return replace(spec, moe=Moe(experts=experts, active=active, ffn=spec.hidden, balance_loss=_balance(config)))
+    moe = Moe(**config.fields("model.moe", EXPERTS["mixtral"]), balance_loss=_balance(config))
+    return replace(_decoder(config), moe=moe)
 
 
 def _qwen3_moe(config: Config) -> ModelSpec:
-    experts = config.number("num_experts" if config.values.get("num_experts") else "num_local_experts")
-    moe = Moe(
-        experts=experts, active=config.number("num_experts_per_tok"), ffn=config.number("moe_intermediate_size"),
-        normalize=config.flag("norm_topk_prob"), balance_loss=_balance(config),
-    )  # fmt: skip
-    return replace(_decoder(config), qk_norm=True, moe=moe)
+    if not config.values.get("num_experts"):
+        config = config._replace(values=config.values | {"num_experts": config.number("num_local_experts")})
+    moe = Moe(**config.fields("model.moe", EXPERTS["qwen3_moe"]), balance_loss=_balance(config))
+    return replace(_qwen3(config), moe=moe)
 
 
 def _balance(config: Config) -> float:
@@ -228,30 +249,14 @@ def _deepseek(config: Config) -> ModelSpec:
         raise Unsupported(
             "num_key_value_heads", spec.kv, f"latent attention has as many as num_attention_heads = {spec.heads}."
         )
-    mla = Mla(
-        kv_rank=config.number("kv_lora_rank"), q_rank=config.may_be_null("q_lora_rank"),
-        nope_dim=config.number("qk_nope_head_dim"), rope_dim=config.number("qk_rope_head_dim"),
-        value_dim=config.number("v_head_dim"),
-    )  # fmt: skip
-    dense = config.number("first_k_dense_replace", zero=True)
-    spec = replace(spec, kv_heads=None, mla=mla)
-    if dense >= spec.layers:
+    spec = replace(spec, kv_heads=None, mla=Mla(**config.fields("model.mla", LATENT)))
+    if config.number("first_k_dense_replace", zero=True) >= spec.layers:
         return spec
     if not config.get("n_shared_experts"):
         raise Unsupported("n_shared_experts", config.get("n_shared_experts"), "DeepSeek-V3 has at least one.")
-    groups = config.may_be_null("n_group") or 1
-    moe = Moe(
-        experts=config.number("n_routed_experts"), active=config.number("num_experts_per_tok"),
-        ffn=config.number("moe_intermediate_size"), shared=config.number("n_shared_experts"), dense_layers=dense,
-        router="sigmoid", normalize=config.flag("norm_topk_prob"), scale=config.number("routed_scaling_factor", float),
-        groups=groups, active_groups=config.may_be_null("topk_group") or groups,
-        bias_rate=BIAS_RATE,
-    )  # fmt: skip
-    return replace(spec, moe=moe)
-
-
-BIAS_RATE = 0.001
-"""DeepSeek-V3's balancing rate, from its paper; its config does not contain it."""
+    values = config.fields("model.moe", EXPERTS["deepseek_v3"])
+    values.setdefault("active_groups", values.get("groups", 1))
+    return replace(spec, moe=Moe(**values, router="sigmoid", bias_rate=_BIAS_RATE))
 
 
 def _mtp_depth(config: Config, spec: ModelSpec, folder: Path) -> int:
@@ -264,14 +269,9 @@ def _mtp_depth(config: Config, spec: ModelSpec, folder: Path) -> int:
 
 def _gpt2(config: Config) -> ModelSpec:
     _only("activation_function", config.get("activation_function"), ("gelu_new", "gelu_pytorch_tanh"))
-    dim = config.number("n_embd")
-    _head(config, "n_embd", config.number("n_head"))
-    return ModelSpec(
-        vocab=config.number("vocab_size"), dim=dim, layers=config.number("n_layer"), heads=config.number("n_head"),
-        ffn=config.may_be_null("n_inner") or 4 * dim, norm="layer", norm_eps=config.number("layer_norm_epsilon", float),
-        activation="gelu", positions="learned", context=config.number("n_positions"), bias=True,
-        tied=config.flag("tie_word_embeddings"), init_std=_init_std(config),
-    )  # fmt: skip
+    spec = ModelSpec(**config.fields("model", GPT2), norm="layer", activation="gelu", positions="learned", bias=True)
+    _head(config, "n_embd", spec.heads)
+    return replace(spec, ffn=spec.hidden)
 
 
 def _rope(config: JsonObject, theta: Json) -> tuple[float, RopeScaling | None]:
@@ -290,14 +290,14 @@ def _rope(config: JsonObject, theta: Json) -> tuple[float, RopeScaling | None]:
     if rotated not in (None, 1, 1.0):
         raise Unsupported("partial_rotary_factor", rotated, "only 1.0 is supported: whole heads are rotated.")
     kind = settings.get("rope_type") or settings.get("type") or "default"
-    if kind not in _ROPE_KINDS:
-        raise Unsupported(f"{where}.rope_type", kind, f"supported are {', '.join(_ROPE_KINDS)}.")
-    unknown = set(settings) - _ROPE_KEYS[kind] - {"rope_theta", "partial_rotary_factor", "rope_type", "type"}
-    if kind != "default" and unknown:
-        name = min(unknown)
-        raise Unsupported(f"{where}.{name}", settings[name], f"it is unknown for rope_type {kind!r}.")
+    if kind not in ROPE_FIELDS:
+        raise Unsupported(f"{where}.rope_type", kind, f"supported are {', '.join(ROPE_FIELDS)}.")
     if kind == "default":
         return base, None
+    unknown = set(settings) - _ROPE_KEYS - set(ROPE_FIELDS[kind]) - (_YARN_KEYS if kind == "yarn" else set())
+    if unknown:
+        name = min(unknown)
+        raise Unsupported(f"{where}.{name}", settings[name], f"it is unknown for rope_type {kind!r}.")
     longest = config.get("max_position_embeddings")
     original = config.get("original_max_position_embeddings") or settings.get("original_max_position_embeddings") or longest
     original = int(number(f"{where}.original_max_position_embeddings", original))
@@ -311,15 +311,6 @@ def _rope(config: JsonObject, theta: Json) -> tuple[float, RopeScaling | None]:
     return base, RopeScaling(factor=factor, original_context=original, low_freq_factor=low, high_freq_factor=high)
 
 
-def _inferred(strength: float, everywhere: float, factor: float) -> float:
-    """The factor of cosines and sines that transformers computes if the config does not give one."""
-
-    def temperature(strength: float) -> float:
-        return 1.0 if factor <= 1 else 0.1 * strength * math.log(factor) + 1.0
-
-    return temperature(strength) / temperature(everywhere) if strength and everywhere else temperature(1.0)
-
-
 def _given(settings: JsonObject, where: str, key: str, plain: float) -> float:
     """A setting that may be absent or null."""
     value = settings.get(key)
@@ -331,19 +322,16 @@ def _yarn(settings: JsonObject, where: str, factor: float, original: int) -> Rop
         raise Unsupported(
             f"{where}.truncate", settings["truncate"], "only true is supported: YaRN's range is rounded to whole channels."
         )
-    everywhere = _given(settings, where, "mscale_all_dim", 0.0)
-    strength = _given(settings, where, "mscale", 0.0)
-    inferred = _inferred(strength, everywhere, factor)
-    given = _given(settings, where, "attention_factor", inferred)
-    if not math.isclose(given, inferred, rel_tol=1e-6):
+    given: dict[str, Any] = {key: value for key in ROPE_FIELDS["yarn"] if (value := _given(settings, where, key, 0.0))}
+    if "mscale_all_dim" in given:
+        given.setdefault("mscale", 0.0)
+    scaling = RopeScaling(kind="yarn", factor=factor, original_context=original, **given)
+    stated, inferred = _given(settings, where, "attention_factor", scaling.rotation_size), scaling.rotation_size
+    if not math.isclose(stated, inferred, rel_tol=1e-6):
         raise Unsupported(
-            f"{where}.attention_factor", given, f"only the value that follows from the factor is supported, {inferred:g}."
+            f"{where}.attention_factor", stated, f"only the value that follows from the factor is supported, {inferred:g}."
         )
-    return RopeScaling(
-        kind="yarn", factor=factor, original_context=original, mscale_all_dim=everywhere,
-        mscale=strength or (0.0 if everywhere else 1.0),
-        beta_fast=_given(settings, where, "beta_fast", 0.0) or 32.0, beta_slow=_given(settings, where, "beta_slow", 0.0) or 1.0,
-    )  # fmt: skip
+    return scaling
 
 
 _LLAMA: JsonObject = {"hidden_act": "silu", "rms_norm_eps": 1e-6, "max_position_embeddings": 2048}

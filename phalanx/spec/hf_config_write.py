@@ -6,8 +6,10 @@ The family follows from the model. A model that no family can express is refused
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from phalanx.spec.errors import RunError
+from phalanx.spec.hf_config import DECODER, EXPERTS, GPT2, LATENT, ROPE_FIELDS
 from phalanx.spec.json_value import JsonObject
 from phalanx.spec.model import ModelSpec
 
@@ -22,6 +24,17 @@ _FAMILIES = {
 }
 """Hugging Face's `model_type` to the family's name and class."""
 NAMES = {model_type: name for model_type, (name, _) in _FAMILIES.items()}
+_QWEN3: JsonObject = {"attention_bias": False, "sliding_window": None, "use_sliding_window": False}
+_FIXED: dict[str, JsonObject] = {
+    "llama": {"attention_bias": False, "mlp_bias": False},
+    "mistral": {"sliding_window": None},
+    "qwen3": _QWEN3,
+    "qwen3_moe": _QWEN3 | {"decoder_sparse_step": 1, "mlp_only_layers": []},
+    "mixtral": {"sliding_window": None},
+    "gpt2": {"activation_function": "gelu_new", "attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0},
+    "deepseek_v3": {"attention_bias": False, "rope_interleave": True},
+}
+"""What is the same in every model of a family."""
 
 
 def family(spec: ModelSpec) -> str:
@@ -52,15 +65,16 @@ def config(spec: ModelSpec, *, dtype: str = "float32", tokens: Mapping[str, int 
         "architectures": [_FAMILIES[name][1]],
         "model_type": name,
         "torch_dtype": dtype,  # newer versions write "dtype" but read this too
-        "vocab_size": spec.rows,
-        "tie_word_embeddings": spec.tied,
-        "initializer_range": spec.init_std,
         "bos_token_id": None,
         "eos_token_id": None,
         "pad_token_id": None,
         "use_cache": True,
     }
-    return common | dict(tokens or {}) | (_gpt2(spec) if name == "gpt2" else _decoder(spec, name))
+    fields = GPT2 if name == "gpt2" else DECODER
+    spec = replace(spec, vocab=spec.rows, ffn=spec.hidden, kv_heads=spec.kv, head_dim=spec.head)
+    values = common | dict(tokens or {}) | _FIXED[name] | {key: getattr(spec, field) for key, field in fields.items()}
+    more: JsonObject = {"n_ctx": spec.context} if name == "gpt2" else _decoder(spec, name)
+    return values | more
 
 
 _Rules = list[tuple[bool, str, str]]
@@ -119,49 +133,22 @@ def _moe_rules(spec: ModelSpec, name: str) -> _Rules:
     ]
 
 
-def _gpt2(spec: ModelSpec) -> JsonObject:
-    return {
-        "n_embd": spec.dim,
-        "n_layer": spec.layers,
-        "n_head": spec.heads,
-        "n_inner": spec.hidden,
-        "n_positions": spec.context,
-        "n_ctx": spec.context,
-        "activation_function": "gelu_new",
-        "layer_norm_epsilon": spec.norm_eps,
-        "attn_pdrop": 0.0,
-        "embd_pdrop": 0.0,
-        "resid_pdrop": 0.0,
-    }
-
-
 def _decoder(spec: ModelSpec, name: str) -> JsonObject:
-    values: JsonObject = {
-        "hidden_size": spec.dim,
-        "num_hidden_layers": spec.layers,
-        "num_attention_heads": spec.heads,
-        "num_key_value_heads": spec.kv,
-        "intermediate_size": spec.hidden,
-        "max_position_embeddings": spec.context,
-        "rms_norm_eps": spec.norm_eps,
-        "hidden_act": "silu",
-        "attention_dropout": 0.0,
-    }
-    values |= _rope(spec)
-    if name == "deepseek_v3":
-        return values | _deepseek(spec)
-    values["head_dim"] = spec.head
-    if name not in ("mistral", "mixtral"):
-        values["attention_bias"] = False
-    if name == "llama":
-        values["mlp_bias"] = False
+    """What is neither the same in the whole family nor one of our fields."""
+    values: JsonObject = {"hidden_act": "silu", "attention_dropout": 0.0, **_rope(spec)}
+    moe = spec.moe
+    if spec.mla is None:
+        values["head_dim"] = spec.head
     else:
-        values["sliding_window"] = None
-    if name.startswith("qwen3"):
-        values["use_sliding_window"] = False
-    if spec.moe is not None:
-        values |= _experts(spec, name)
-    return values
+        values |= {key: getattr(spec.mla, field) for key, field in LATENT.items()}
+        values |= {"num_nextn_predict_layers": spec.mtp_depth, "first_k_dense_replace": spec.layers}
+    if moe is None:
+        return values
+    values |= {key: getattr(moe, field) for key, field in EXPERTS[name].items()}
+    if name == "deepseek_v3":
+        return values | {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
+    coefficient: JsonObject = {"router_aux_loss_coef": moe.balance_loss} if moe.balance_loss else {}
+    return values | {"output_router_logits": moe.balance_loss > 0} | coefficient
 
 
 def _rope(spec: ModelSpec) -> JsonObject:
@@ -171,58 +158,9 @@ def _rope(spec: ModelSpec) -> JsonObject:
         return {"rope_theta": spec.rope_theta, "rope_scaling": None}
     table: JsonObject = {"rope_type": scaling.kind, "factor": scaling.factor}
     table["original_max_position_embeddings"] = scaling.original_context
-    if scaling.kind == "llama3":
-        table |= {"low_freq_factor": scaling.low_freq_factor, "high_freq_factor": scaling.high_freq_factor}
-    else:
-        table |= {"beta_fast": scaling.beta_fast, "beta_slow": scaling.beta_slow}
-        if scaling.mscale_all_dim:
-            table |= {"mscale": scaling.mscale, "mscale_all_dim": scaling.mscale_all_dim}
+    table |= {
+        key: getattr(scaling, key)
+        for key in ROPE_FIELDS[scaling.kind]
+        if scaling.mscale_all_dim or not key.startswith("mscale")
+    }
     return {"rope_theta": spec.rope_theta, "rope_scaling": table}
-
-
-def _experts(spec: ModelSpec, name: str) -> JsonObject:
-    moe = spec.moe
-    assert moe is not None
-    values: JsonObject = {"num_experts_per_tok": moe.active, "output_router_logits": moe.balance_loss > 0}
-    if moe.balance_loss > 0:
-        values["router_aux_loss_coef"] = moe.balance_loss
-    if name == "mixtral":
-        return values | {"num_local_experts": moe.experts, "intermediate_size": moe.ffn}
-    return values | {
-        "num_experts": moe.experts,
-        "moe_intermediate_size": moe.ffn,
-        "norm_topk_prob": moe.normalize,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-    }
-
-
-def _deepseek(spec: ModelSpec) -> JsonObject:
-    mla, moe = spec.mla, spec.moe
-    assert mla is not None
-    values: JsonObject = {
-        "attention_bias": False,
-        "kv_lora_rank": mla.kv_rank,
-        "q_lora_rank": mla.q_rank,
-        "qk_nope_head_dim": mla.nope_dim,
-        "qk_rope_head_dim": mla.rope_dim,
-        "v_head_dim": mla.value_dim,
-        "rope_interleave": True,
-        "num_nextn_predict_layers": spec.mtp_depth,
-        "first_k_dense_replace": spec.layers if moe is None else moe.dense_layers,
-    }
-    if moe is None:
-        return values
-    return values | {
-        "n_routed_experts": moe.experts,
-        "num_experts_per_tok": moe.active,
-        "moe_intermediate_size": moe.ffn,
-        "n_shared_experts": moe.shared,
-        "routed_scaling_factor": moe.scale,
-        "norm_topk_prob": moe.normalize,
-        "n_group": moe.groups,
-        "topk_group": moe.active_groups,
-        "scoring_func": "sigmoid",
-        "topk_method": "noaux_tc",
-        "moe_layer_freq": 1,
-    }

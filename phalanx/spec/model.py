@@ -3,6 +3,7 @@ planning, checks and `phalanx models`."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -31,6 +32,16 @@ class RopeScaling:
     """yarn: temperature of the rotated part of queries and keys; used together with mscale_all_dim."""
     mscale_all_dim: float = field(default=0.0, metadata=within(0.0))
     """yarn: temperature of all attention scores; 0: none."""
+
+    def temperature(self, strength: float = 1.0) -> float:
+        """yarn: the correction of attention scores for the longer context."""
+        return 1.0 if self.factor <= 1 else 0.1 * strength * math.log(self.factor) + 1.0
+
+    @property
+    def rotation_size(self) -> float:
+        """yarn: the factor of cosines and sines; the rest of the correction is in the attention scale."""
+        partly = self.mscale and self.mscale_all_dim
+        return self.temperature(self.mscale) / self.temperature(self.mscale_all_dim) if partly else self.temperature()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from phalanx.spec.draft import Draft
 from phalanx.spec.errors import RunError, toml
+from phalanx.spec.hf_config import model_spec
 from phalanx.spec.keys import Key
 from phalanx.spec.model import ModelSpec
 from phalanx.spec.sources import TOKENIZER_FILE, vocabulary_size
@@ -49,14 +50,10 @@ def origin(text: str) -> Origin | None:
     if os.path.isfile(folder / _MARKER):  # a checkpoint that was moved out of its run directory carries its run file
         return _of_run_file(text, folder / _MARKER, _carried_run_file(folder, text))
     if os.path.isfile(folder / "config.json"):
-        from phalanx.spec.hf_config import model_spec  # imported only for runs that start from such a folder
-
         return Origin(replace(model_spec(folder), from_=text), text if os.path.isfile(folder / TOKENIZER_FILE) else None)
     raise RunError(
-        [
-            f"model.from = {toml(text)} holds neither a config.json (Hugging Face weights) nor a run.toml (a run directory), "
-            "nor is it a checkpoint of one: name such a folder."
-        ]
+        f"model.from = {toml(text)} holds neither a config.json (Hugging Face weights) nor a run.toml (a run directory), "
+        "nor is it a checkpoint of one: name such a folder."
     )
 
 
@@ -98,11 +95,8 @@ def _carried_run_file(folder: Path, text: str) -> bytes:
         run_file: str = json.loads((folder / _MARKER).read_bytes())["run"]
         return run_file.encode()
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise RunError(
-            [
-                f"model.from = {toml(text)} is a checkpoint whose {_MARKER} has no run file: name the checkpoint inside its run directory."
-            ]
-        ) from None
+        remedy = "name the checkpoint inside its run directory"
+        raise RunError(f"model.from = {toml(text)} is a checkpoint whose {_MARKER} has no run file: {remedy}.") from None
 
 
 def _run_directory(folder: Path) -> Path | None:
