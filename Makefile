@@ -5,6 +5,9 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 RUN := runs/quickstart-$(shell date +%Y%m%d-%H%M%S)
 
+# Tests start hundreds of processes: what they import is compiled once, not by each of them.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: setup quickstart test test-slow lint types contracts tests bench planner-accuracy planner-fit docs clean
 
 setup: $(STAMP)

@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 import pytest
 
-from phalanx.events.log import read_events
+from phalanx.events.log import EventReader, read_events
 from phalanx.events.records import Event, Step
 
 BIN = Path(sys.executable).parent
@@ -135,7 +135,7 @@ class Started:
             if time.monotonic() > deadline:
                 self.process.kill()
                 pytest.fail(f"waited {PATIENCE} s for {what}; {self.output()}")
-            time.sleep(0.005)
+            time.sleep(0.02)
 
 
 class Workshop:
@@ -158,7 +158,8 @@ class Workshop:
 
     def env(self, extra: Mapping[str, str] | None = None) -> dict[str, str]:
         inherited = {key: value for key, value in os.environ.items() if key not in ("COLUMNS", "LINES", "FORCE_COLOR")}
-        return inherited | {MARK: self.mark} | dict(extra or {})
+        # One thread per process: two processes of pytest and what they start share the cores.
+        return inherited | {"OMP_NUM_THREADS": "1", MARK: self.mark} | dict(extra or {})
 
     def start(self, *arguments: object, program: list[str] | None = None, env: Mapping[str, str] | None = None) -> Started:
         return Started(self.command(*arguments, program=program), self.path, self.env(env))
@@ -177,8 +178,15 @@ class Workshop:
         return read_events(self.path / run_dir / "events.jsonl")
 
     def reached(self, run_dir: str | Path, step: int) -> Callable[[], bool]:
-        """A condition: the run has taken a step."""
-        return lambda: any(isinstance(event, Step) and event.step >= step for event in self.events(run_dir))
+        """A condition: the run has taken a step. Only what was written since it was last asked is read."""
+        reader, seen = EventReader(self.path / run_dir / "events.jsonl"), 0
+
+        def condition() -> bool:
+            nonlocal seen
+            seen = max([seen, *(event.step for event in reader.new() if isinstance(event, Step))])
+            return seen >= step
+
+        return condition
 
     def sabotage(self, code: str) -> dict[str, str]:
         """The environment in which workers run `code` before anything else, so that it can replace parts of the package."""
@@ -203,8 +211,8 @@ class Workshop:
                 continue
         return found
 
-    def gone(self, within: float = 2.0) -> bool:
-        """Whether all of them end by themselves."""
+    def gone(self, within: float = PATIENCE / 4) -> bool:
+        """Whether all of them end by themselves, however long a busy machine takes to let them."""
         deadline = time.monotonic() + within
         while alive := self.processes():
             if time.monotonic() > deadline:

@@ -128,9 +128,9 @@ def once(folder: Path, dice: random.Random, killed: Counter[str]) -> bool:
             wanted, target = len(seen) + dice.randint(1, 5), dice.choice(TARGETS)
         time.sleep(0.001)
     code = job.wait(timeout=120)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while any(str(folder) in " ".join(cmdline(process)) for process in psutil.process_iter()):
-        assert time.monotonic() < deadline, "a process of the run is still there 10 s after the launcher"
+        assert time.monotonic() < deadline, "a process of the run is still there a minute after the launcher"
         time.sleep(0.01)
     return code == 0
 

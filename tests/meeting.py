@@ -56,7 +56,7 @@ class Agent:
 
     def stop(self) -> dict[str, int]:
         """Reasons why somebody was refused, and how often."""
-        said, _ = self.process.communicate(timeout=30)
+        said, _ = self.process.communicate(timeout=120)
         assert self.process.returncode == 0, self.process.returncode
         return dict(json.loads(said))
 
@@ -74,7 +74,7 @@ def agent() -> Iterator[Agent]:
             pipe.close()
 
 
-def until(condition: Any, what: str, seconds: float = 10.0) -> None:
+def until(condition: Any, what: str, seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"{what}: not in {seconds} s"

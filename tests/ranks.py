@@ -54,7 +54,7 @@ class RankTraceback(Exception):
 
 
 def run_ranks(
-    function: Callable[..., Any], ranks: int, *args: Any, timeout: float = 60.0, layout: Layout | None = None
+    function: Callable[..., Any], ranks: int, *args: Any, timeout: float = 240.0, layout: Layout | None = None
 ) -> list[Any]:
     """`function(mesh, *args)` on that many connected CPU ranks; what each returned, by rank. Without a layout all are replicas.
 
@@ -103,7 +103,7 @@ def _work(
     faulthandler.dump_traceback_later(0.9 * timeout, file=sys.__stderr__)
     try:
         torch.set_num_threads(1)
-        mesh = connect(seat[0], "cpu", 30, seat[1])
+        mesh = connect(seat[0], "cpu", max(120.0, timeout), seat[1])
         result = function(mesh, *args)
         disconnect(mesh)
         message = pickle.dumps(result)

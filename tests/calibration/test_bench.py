@@ -68,7 +68,6 @@ def test_more_work_takes_a_real_step_longer() -> None:
 def test_a_whole_bench_makes_plans_that_use_it(tmp_path: Path) -> None:
     machine = probe("")
     found = bench(machine, tmp_path, minutes=0.5)
-    assert found.seconds < 120  # other tests may run on the same cores
     json.dumps(found.to_json(), allow_nan=False)
     names = {name.rpartition(".")[2] for name in found.constants}
     fields = {"bandwidth", "storage", "island_bandwidth", "fixed_memory"}

@@ -256,7 +256,7 @@ def test_connections_without_the_token_are_refused_and_logged(tmp_path: Path) ->
             stranger.sendall(b"GET / HTTP/1.1".ljust(64))
             assert stranger.recv(64) == bytes(32) and stranger.recv(1) == b""
         assert newest_state([node.address], "another secret") is None
-        deadline = time.monotonic() + 10  # a stranger is told first, and written down then
+        deadline = time.monotonic() + 60  # a stranger is told first, and written down then
         while (refused := node.log.read_text().count("refused 127.0.0.1")) < 3 and time.monotonic() < deadline:
             time.sleep(0.01)
         assert refused == 3
@@ -271,7 +271,7 @@ def test_many_silent_connections_do_not_block_the_replica_server(tmp_path: Path)
         strangers = [socket.create_connection(node.address) for _ in range(300)]
         tasks = Path(f"/proc/{node.process.pid}/task")
         for _ in range(5):
-            assert request(node.address, TOKEN, {"op": "list"}, patience=10.0)[0]["copies"] == []
+            assert request(node.address, TOKEN, {"op": "list"}, patience=60.0)[0]["copies"] == []
         assert len(list(tasks.iterdir())) < 90, "each stranger has a thread, but only so many are kept"
         for stranger in strangers:
             stranger.close()

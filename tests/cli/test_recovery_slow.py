@@ -87,7 +87,7 @@ class Victim:
     def end(self) -> list[Event]:
         ended = self.started.wait()
         assert ended.code == 0, ended
-        assert self.workshop.gone(within=5.0)
+        assert self.workshop.gone()
         assert list(self.path.rglob("*.partial")) == []
         return self.events
 

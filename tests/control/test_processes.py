@@ -35,7 +35,7 @@ def folders(run: Path) -> set[Path]:
     return set(shm_slots.default_root().glob(f"{name}-*"))
 
 
-def until_gone(folder: Path, within: float = 5.0) -> bool:
+def until_gone(folder: Path, within: float = 60.0) -> bool:
     deadline = time.monotonic() + within
     while folder.exists() and time.monotonic() < deadline:
         time.sleep(0.02)

@@ -79,12 +79,12 @@ def at_work(address: Address) -> Iterator[list[Honest]]:
 def recorded(address: Address) -> tuple[list[bytes], list[bytes]]:
     """What an honest client said, and what it was answered, part by part."""
     with socket.create_connection(address) as sock:
-        said, heard = [], [frames.receive_exactly(sock, frames.NONCE, time.monotonic() + 5)]
+        said, heard = [], [frames.receive_exactly(sock, frames.NONCE, time.monotonic() + 60)]
         handshake = frames.client_handshake(meeting.TOKEN, frames.CONTROL, "the server")
         next(handshake)
         said.append(handshake.send(heard[0])[0])
         sock.sendall(said[0])
-        heard.append(frames.receive_exactly(sock, frames.PROOF, time.monotonic() + 5))
+        heard.append(frames.receive_exactly(sock, frames.PROOF, time.monotonic() + 60))
         with pytest.raises(StopIteration) as done:
             handshake.send(heard[1])
         seals = frames.MessageSealer(done.value.value, client=True)
@@ -93,7 +93,7 @@ def recorded(address: Address) -> tuple[list[bytes], list[bytes]]:
             sock.sendall(part)
             said.append(part)
         for _ in range(4):
-            heard.append(frames.receive_exactly(sock, frames.HEADER + len('{"value": true}'), time.monotonic() + 5))
+            heard.append(frames.receive_exactly(sock, frames.HEADER + len('{"value": true}'), time.monotonic() + 60))
     return said, heard
 
 

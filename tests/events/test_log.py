@@ -234,7 +234,7 @@ def test_child_processes_do_not_inherit_the_run_directory_lock(tmp_path: Path) -
     assert rundir.acquire()
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], close_fds=False) as child:
         rundir.release()
-        deadline = time.monotonic() + 10  # the kernel closes what a new program does not get a moment after it has begun
+        deadline = time.monotonic() + 60  # the kernel closes what a new program does not get a moment after it has begun
         while not (free := rundir.acquire()) and time.monotonic() < deadline:
             time.sleep(0.01)
         child.kill()

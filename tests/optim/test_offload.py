@@ -194,11 +194,11 @@ def test_the_next_chunk_is_read_and_the_last_written_during_an_update(tmp_path: 
     def slow(*given: Any) -> None:
         number = len(updates)
         if number == 0:
-            assert begun["read"].acquire(timeout=20)
+            assert begun["read"].acquire(timeout=60)
         if number < count - 1:  # an update does not end before the reading of the next portion has begun
-            assert begun["read"].acquire(timeout=20)
+            assert begun["read"].acquire(timeout=60)
         if number > 0:
-            assert begun["write"].acquire(timeout=20)
+            assert begun["write"].acquire(timeout=60)
         update(*given)
         updates.append(number)
 

@@ -22,15 +22,13 @@ def test_what_a_rank_raises_is_raised_with_its_traceback_and_nobody_waits_for_th
     def fail(mesh: Mesh) -> None:
         if mesh.rank == 1:
             deep_inside()
-        mesh.barrier()  # would wait for rank 1 until the timeout
+        time.sleep(3600)  # whoever waited for this one would say that it had not ended in time
 
     def deep_inside() -> None:
         raise ZeroDivisionError("of rank 1")
 
-    started = time.monotonic()
     with pytest.raises(ZeroDivisionError, match="of rank 1") as caught:
         run_ranks(fail, 3)
-    assert time.monotonic() - started < 10
     shown = "".join(traceback.format_exception(caught.value))
     assert "On rank 1" in shown
     assert "in deep_inside" in shown
@@ -40,12 +38,10 @@ def test_a_rank_that_dies_is_noticed() -> None:
     def die(mesh: Mesh) -> None:
         if mesh.rank == 0:
             os._exit(3)
-        time.sleep(60)
+        time.sleep(3600)
 
-    started = time.monotonic()
     with pytest.raises(RuntimeError, match="rank 0 ended without a result"):
         run_ranks(die, 2)
-    assert time.monotonic() - started < 10
 
 
 def test_a_rank_that_hangs_runs_into_the_timeout() -> None:

@@ -71,7 +71,7 @@ class Gate:
     def _run(self, arguments: list[str]) -> dict[str, Any]:
         self.calls.append(arguments)
         self.begun.release()
-        assert self.go.acquire(timeout=20)
+        assert self.go.acquire(timeout=60)
         if "error" not in self._said:
             Path(arguments[1]).mkdir()
         return self._said
@@ -84,7 +84,7 @@ def test_exports_run_one_at_a_time_and_the_newest_is_next(tmp_path: Path, monkey
         exports.expect(step, SAID)
         exports.on_saved(step_dir(tmp_path / "checkpoints", step))
         if step == 10:
-            assert gate.begun.acquire(timeout=20)
+            assert gate.begun.acquire(timeout=60)
     assert exports.protected == {"step-00000010", "step-00000030"}
     (skipped,) = exports.ended()
     assert isinstance(skipped, ExportFailed) and skipped.step == 20 and "step 30 was saved" in skipped.reason
@@ -135,11 +135,11 @@ def test_a_remote_checkpoint_is_not_pruned_while_it_is_exported(tmp_path: Path, 
     gate = Gate(monkeypatch, {"difference": 0.0})
     gate.go.release()
     _train(ALONE, tmp_path / "lost", *kept, "train.steps=2")
-    assert gate.begun.acquire(timeout=1)
+    assert gate.begun.acquire(timeout=60)
     events: list[Event] = []
     thread = threading.Thread(target=lambda: events.extend(_train(ALONE, tmp_path / "new", *kept, "train.steps=4")))
     thread.start()
-    assert gate.begun.acquire(timeout=30)
+    assert gate.begun.acquire(timeout=60)
     while thread.is_alive() and not (url / "step-00000004").is_dir():
         thread.join(0.01)
     thread.join(0.3)  # retention follows at once
@@ -156,7 +156,7 @@ def test_a_checkpoint_is_not_pruned_while_it_is_exported(tmp_path: Path, monkeyp
     overrides = ("checkpoint.every=2", "checkpoint.keep_last=1", "train.steps=6")
     thread = threading.Thread(target=lambda: events.extend(_train(ALONE, tmp_path, *overrides)))
     thread.start()
-    assert gate.begun.acquire(timeout=30)
+    assert gate.begun.acquire(timeout=60)
     while not (tmp_path / "checkpoints" / "step-00000006").is_dir():
         thread.join(0.01)
     assert (tmp_path / "checkpoints" / "step-00000002").is_dir()

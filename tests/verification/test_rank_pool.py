@@ -123,6 +123,7 @@ def test_ranks_that_hang_are_told_with_the_place_they_stand_at() -> None:
         assert failed.value.rank == 0
         assert failed.value.error == "has not ended within 3 s (nor have ranks 1)"
         assert any("in stuck_here" in line for line in failed.value.trace)
+        pool.timeout = 120.0
         assert len(pool.run(summed, TWO, 0)) == 2
 
 

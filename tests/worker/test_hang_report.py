@@ -75,7 +75,7 @@ def before_collective(trainer: Trainer, hang: Hang) -> None:
 
 def settled(ask: Callable[[], Any]) -> Any:
     """The answer of a rank that has come to a standstill."""
-    deadline, last = time.monotonic() + 20, ask()
+    deadline, last = time.monotonic() + 60, ask()
     while time.monotonic() < deadline:
         time.sleep(SETTLED / 2)
         answer = ask()
