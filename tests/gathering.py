@@ -22,5 +22,6 @@ def wholes(boxes: Mapping[str, tuple[Tensor, ParamShard]], mesh: Mesh) -> dict[s
         for name, (tensor, spot) in theirs.items():
             if name not in found:
                 found[name] = torch.full(spot.slice.whole, torch.nan, dtype=tensor.dtype)
-            found[name][spot.slice.index] = tensor
+            for box, local in spot.slice.regions():
+                found[name][box.index] = tensor[local.index]
     return found

@@ -156,13 +156,14 @@ def read_needs(
         size, files, count = 0, set[str](), 0
         for name, state in state_of(rank).items():
             tensor = tensors.get(name)
-            if tensor is None or not state.slice.numel:
+            if tensor is None or state.slice.empty:
                 continue
             cuts.setdefault(name, set()).add(state.slice)
             count += 1
             for file, saved in tensor.boxes:
-                if (shared := saved.box.overlap(state.slice)) is not None:
-                    size += shared.numel * SIZES[saved.dtype]
+                shared = sum(common.numel for own in state.slice.boxes if (common := saved.box.overlap(own)) is not None)
+                if shared:
+                    size += shared * SIZES[saved.dtype]
                     files.add(file)
         yield ReadNeed(rank=rank, bytes=size, files=len(files), tensors=count)
 

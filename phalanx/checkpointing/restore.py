@@ -133,9 +133,9 @@ class CheckpointReader:
                 "run with other settings."
             )
         reads = [
-            _Read(file, box, box.box.local(common), wanted.local(common))
+            _Read(file, box, source, target)
             for file, box in saved.boxes
-            if (common := wanted.overlap(box.box)) is not None
+            for target, source in wanted.overlaps(TensorSlice(saved.shape, (box.box,)))
         ]
         if sum(read.source.numel for read in reads) != wanted.numel:
             raise RunFailed(f"The checkpoint does not have all of {name}: values of this rank's part are in none of its files.")
@@ -189,7 +189,7 @@ class CheckpointReader:
     def read_box(self, name: str, box: Box) -> Tensor:
         """A box of a tensor, in the number format it is saved in."""
         values = torch.empty(box.shape, dtype=self.dtype(name))
-        for read in self._reads(name, TensorSlice.of(self._tensors[name].shape, box.offset, box.shape)) if box.numel else ():
+        for read in self._reads(name, TensorSlice(self._tensors[name].shape, (box,))) if box.numel else ():
             self._read(read, values[read.target.index])
         return values
 
@@ -200,4 +200,4 @@ class CheckpointReader:
 def _overlaps(box: Box, wanted: TensorSlice) -> bool:
     if len(box.offset) != len(wanted.whole):
         return True  # of another tensor of this name; `fill` reports it
-    return box.overlap(wanted) is not None
+    return any(box.overlap(own) is not None for own in wanted.boxes)

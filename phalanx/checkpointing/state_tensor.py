@@ -126,7 +126,7 @@ def written_boxes(tensors: Mapping[str, StateTensor]) -> list[WrittenBox]:
     """What this rank writes of what it holds, in file order: wide number formats first, so that every box is aligned to its format."""
     groups: dict[ReplicaGroup, list[str]] = {}
     for name in sorted(tensors):
-        if tensors[name].slice.numel:
+        if not tensors[name].slice.empty:
             groups.setdefault(tensors[name].replicas, []).append(name)
     boxes: list[WrittenBox] = []
     for replicas, names in groups.items():
@@ -134,15 +134,20 @@ def written_boxes(tensors: Mapping[str, StateTensor]) -> list[WrittenBox]:
         rows = [(shape[0], math.prod(shape[1:]) * size) for shape, size in shapes]
         for name, (first, last) in zip(names, partition(rows, replicas), strict=True):
             if last > first:
-                boxes.append(_box_of_rows(name, tensors[name], first, last))
+                boxes += _boxes_of_rows(name, tensors[name], first, last)
     return sorted(boxes, key=lambda box: (-box.dtype.itemsize, box.name))
 
 
-def _box_of_rows(name: str, state: StateTensor, first: int, last: int) -> WrittenBox:
-    """Rows first … last of a rank's local tensor."""
-    held = Box(state.slice.offset, state.slice.shape)
-    box = held.narrow(0, first, last - first) if held.shape else held  # a single number has no rows
-    return WrittenBox(name, state, held.local(box), box)
+def _boxes_of_rows(name: str, state: StateTensor, first: int, last: int) -> list[WrittenBox]:
+    """Rows first … last of a rank's local tensor, as boxes of the whole."""
+    if not state.slice.whole:  # a single number
+        return [WrittenBox(name, state, Box((), ()), Box((), ()))]
+    boxes = []
+    for box, local in state.slice.narrow(0, first, last - first).regions():
+        if box.numel:
+            offset = (local.offset[0] + first, *local.offset[1:])
+            boxes.append(WrittenBox(name, state, Box(offset, local.shape), box))
+    return boxes
 
 
 def partition(rows: Sequence[tuple[int, int]], replicas: ReplicaGroup) -> list[tuple[int, int]]:

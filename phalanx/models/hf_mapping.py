@@ -134,8 +134,8 @@ def fill(
         target = tensors[entry.name]
         own = (slices or {}).get(entry.name) or TensorSlice.full(target.shape)
         for block in blocks(entry, 4):
-            if (common := own.overlap(block.box)) is not None:
-                target[own.local(common).index] = read(block, rows)[block.box.local(common).index].to(target.dtype)
+            for ours, theirs in own.overlaps(TensorSlice(entry.shape, (block.box,))):
+                target[ours.index] = read(block, rows)[theirs.index].to(target.dtype)
 
 
 def _order(pairs: tuple[int, int], count: int) -> Tensor:

@@ -17,7 +17,7 @@ from phalanx.models import custom
 from phalanx.models.decoder import INITIAL, Decoder
 from phalanx.spec.fields import original_tensor
 from phalanx.spec.model import ModelSpec
-from phalanx.spec.tensor_slice import TensorSlice
+from phalanx.spec.tensor_slice import Box, TensorSlice
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -77,18 +77,19 @@ def fill(
     drawn_as = original_tensor(name) if spec.module is None else name
     std = spec.init_std / math.sqrt(2 * spec.layers) if rule == "residual" else spec.init_std
     part = part or TensorSlice.full(tensor.shape)
-    if part.numel:
-        _draw_slice(tensor, part, partial(_drawn, seed, drawn_as), std)
+    for box, local in part.regions():
+        if box.numel:
+            _draw_box(tensor[local.index], box, part.whole, partial(_drawn, seed, drawn_as), std)
 
 
-def _draw_slice(values: Tensor, part: TensorSlice, draw: Callable[[Tensor], Tensor], std: float) -> None:
+def _draw_box(values: Tensor, box: Box, whole: Sequence[int], draw: Callable[[Tensor], Tensor], std: float) -> None:
     rows = values.view(len(values), -1)
-    inner = _flat_indices(part.shape[1:], part.whole[1:], part.offset[1:], values.device)
-    stride = math.prod(part.whole[1:])
+    inner = _flat_indices(box.shape[1:], whole[1:], box.offset[1:], values.device)
+    stride = math.prod(whole[1:])
     # Whole rows at a time; rows longer than a chunk in pieces.
     height, width = max(1, _CHUNK // rows.shape[1]), min(_CHUNK, rows.shape[1])
     for top in range(0, len(rows), height):
-        outer = torch.arange(top, min(top + height, len(rows)), device=values.device).add_(part.offset[0]).mul_(stride)
+        outer = torch.arange(top, min(top + height, len(rows)), device=values.device).add_(box.offset[0]).mul_(stride)
         for left in range(0, rows.shape[1], width):
             indices = outer[:, None] + inner[None, left : left + width]
             rows[top : top + height, left : left + width] = draw(indices).mul_(std)

@@ -20,7 +20,7 @@ from phalanx.optim.optimizer import State, StateBytes, flat, replica_group, stat
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.sharded_model import OwnedParam, ParamShard
 from phalanx.spec.run import Optimizer as OptimizerSpec
-from phalanx.spec.tensor_slice import TensorSlice
+from phalanx.spec.tensor_slice import Box, TensorSlice
 
 _CHUNK = 1 << 22
 """Elements sent in one message."""
@@ -83,8 +83,8 @@ class OuterOptimizer:
             group = replica_group(self._mesh, ("data",), counted=shard.counted)
             return StateTensor(row, TensorSlice.of((count,), (index,), (1,)), group)
         group = replica_group(self._mesh, ("data", *shard.split), counted=shard.counted)
-        part = shard.slice
-        return StateTensor(row, TensorSlice((index, *part.offset), (1, *part.shape), (count, *part.whole)), group)
+        boxes = tuple(Box((index, *box.offset), (1, *box.shape)) for box in shard.slice.boxes)
+        return StateTensor(row, TensorSlice((count, *shard.slice.whole), boxes, shard.slice.dim + 1), group)
 
     def bytes(self) -> StateBytes:
         return StateBytes(device=sum(tensor.nbytes for tensor in (*self._anchors, *self._momentum)))

@@ -63,6 +63,12 @@ class OwnedParam:
     """Has the same shape; complete after `ShardedModel.finish`. May have a lower precision."""
 
 
+def extract(part: TensorSlice, whole: Tensor) -> Tensor:
+    """The local tensor of a slice, read from the whole tensor: a view if the slice is one box."""
+    boxes = [whole[box.index] for box in part.boxes]
+    return boxes[0] if len(boxes) == 1 else torch.cat(boxes, part.dim)
+
+
 def replace_parameter(module: nn.Module, name: str, shape: tuple[int, ...]) -> None:
     """Change the shape of a parameter that has no memory yet."""
     old = module.get_parameter(name)

@@ -84,8 +84,8 @@ def tiles(group: Group, spot: ParamShard, tensor: int) -> list[Box]:
         boxes: list[Box] = []
         for index in range(group.size):
             whole = TensorSlice.full(spot.slice.whole)
-            boxes.append(whole.cut(first, index % tensor, tensor).cut(second, index // tensor, shards))
-        if boxes[group.index] == spot.slice:
+            boxes += whole.cut(first, index % tensor, tensor).cut(second, index // tensor, shards).boxes
+        if boxes[group.index] == spot.slice.boxes[0]:
             return boxes
     raise AssertionError(f"{spot} is split in a way that rehearsals do not support")
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from phalanx.models.attention import attend_locally
 from phalanx.parallel.mesh import Mesh
-from phalanx.parallel.sharded_model import ParamShard
+from phalanx.parallel.sharded_model import ParamShard, extract
 from phalanx.spec.run import Run
 from phalanx.verification import step_cost as accounts
 from phalanx.verification.cases import MAX_RANKS, Case, generate_layouts, make_case
@@ -96,7 +96,7 @@ def _tensors(
     for name, (tensor, shard) in ours.items():
         apart = float("inf")
         if name in theirs and theirs[name][1].slice.whole == shard.slice.whole:
-            apart = difference(tensor, theirs[name][0][shard.slice.index], max(largest[name], floor))
+            apart = difference(tensor, extract(shard.slice, theirs[name][0]), max(largest[name], floor))
         yield Comparison(kind, step, name, rank, apart)
 
 
@@ -216,7 +216,8 @@ def _placement(case: Case, results: list[RankResult], reference: Reference) -> I
         missing = torch.ones(shape, dtype=torch.bool)
         for result in results:
             if name in result.shards:
-                missing[result.shards[name].slice.index] = False
+                for box in result.shards[name].slice.boxes:
+                    missing[box.index] = False
         yield Comparison("placement", 0, name, 0, float(missing.sum()))
     layout, split = case.layout, set().union(*(result.split for result in results))
     applied = {axis: axis in split for axis in ("shard", "tensor", "expert", "expert_tensor")}

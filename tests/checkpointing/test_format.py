@@ -21,11 +21,12 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader
 from phalanx.checkpointing import directory, format
 from phalanx.checkpointing.format import SavedBox
 from phalanx.checkpointing.location import Local
-from phalanx.checkpointing.state_tensor import DTYPES
+from phalanx.checkpointing.restore import load
+from phalanx.checkpointing.state_tensor import DTYPES, ReplicaGroup, StateTensor
 from phalanx.parallel.mesh import Mesh
 from phalanx.spec.layout import Layout
 from phalanx.spec.safetensors_index import SIZES
-from phalanx.spec.tensor_slice import Box
+from phalanx.spec.tensor_slice import Box, TensorSlice
 
 
 def train_and_save(mesh: Mesh, folder: Path) -> None:
@@ -129,3 +130,51 @@ def test_marker_lists_the_tensors_of_every_stage(by_four: Path, tmp_path: Path) 
     assert not first & last and first | last == set(contents(tmp_path / "step-00000001"))
     assert "model/embed.weight" in first and "model/head.weight" in last
     assert [file.stage for file in marker.rank_files.values()] == [0, 1]
+
+
+FUSED = torch.arange(24 * 5, dtype=torch.float32).view(24, 5)
+SEGMENTS = (12, 6, 6)  # of q, k and v
+
+
+def part_of_fused(index: int, count: int) -> TensorSlice:
+    return TensorSlice.full(FUSED.shape).cut_segments(0, SEGMENTS, index, count)
+
+
+def local_values(part: TensorSlice) -> Tensor:
+    return torch.cat([FUSED[box.index] for box in part.boxes], part.dim)
+
+
+def save_fused(mesh: Mesh, folder: Path) -> None:
+    """A [q|k|v] matrix cut for tensor parallelism: every rank has three boxes of it; ranks 0 and 1 hold the same as 2 and 3."""
+    part = part_of_fused(mesh.rank % 2, 2)
+    state = StateTensor(local_values(part), part, ReplicaGroup(("tensor",), mesh.rank // 2, 2))
+    columns = TensorSlice.full((5, 24)).cut_segments(1, SEGMENTS, mesh.rank % 2, 2)
+    turned = StateTensor(local_values(part).T, columns, ReplicaGroup(("tensor",), mesh.rank // 2, 2))
+    saved(folder, 1, {"qkv": state, "turned": turned}, {}, mesh)
+
+
+def test_several_boxes_of_a_tensor_are_saved_by_one_rank_and_loaded_by_any_layout(tmp_path: Path) -> None:
+    run_ranks(save_fused, 4, tmp_path)
+    path = tmp_path / "step-00000001"
+    keys = [list(load_file(file)) for file in sorted(path.glob("*.safetensors"))]
+    assert {"turned", "turned#1", "turned#2"} <= set(keys[0]), "extra boxes have names of their own"
+    assert sum(tensor.nbytes for file in path.glob("*.safetensors") for tensor in load_file(file).values()) == 2 * FUSED.nbytes
+    whole = contents(path)
+    assert torch.equal(whole["qkv"], FUSED) and torch.equal(whole["turned"], FUSED.T)
+    for count in (1, 2, 3, 6):
+        for index in range(count):
+            part = part_of_fused(index, count)
+            state = StateTensor(torch.full(part.shape, -1.0), part)
+            plain = StateTensor(torch.full((24, 5), -1.0)[:4], TensorSlice.of((24, 5), (10, 0), (4, 5)))
+            load(path, {"qkv": state})
+            load(path, {"qkv": plain})
+            assert torch.equal(state.values(), local_values(part))
+            assert torch.equal(plain.values(), FUSED[10:14])
+
+
+def test_a_tensor_saved_whole_is_loaded_into_several_boxes(tmp_path: Path) -> None:
+    path = saved(tmp_path, 1, {"qkv": FUSED}, {}, ALONE)
+    part = part_of_fused(1, 3)
+    state = StateTensor(torch.zeros(part.shape), part)
+    load(path, {"qkv": state})
+    assert torch.equal(state.values(), local_values(part))

@@ -77,7 +77,7 @@ def whole(name: str, piece: StateTensor) -> torch.Tensor:
 
 
 def of(name: str, piece: StateTensor) -> torch.Tensor:
-    return whole(name, piece)[piece.slice.index].contiguous()
+    return whole(name, piece)[piece.slice.boxes[0].index].contiguous()
 
 
 def write_all(folder: Path, run: Run, layout: Layout) -> Path:

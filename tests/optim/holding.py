@@ -9,7 +9,7 @@ from torch import Tensor
 
 from phalanx.checkpointing.state_tensor import OffloadedTensor
 from phalanx.models.init import build, materialize
-from phalanx.parallel.sharded_model import OwnedParam, ParamShard
+from phalanx.parallel.sharded_model import OwnedParam, ParamShard, extract
 from phalanx.spec.model import ModelSpec
 from phalanx.spec.run import Optimizer as OptimizerSpec
 
@@ -33,7 +33,7 @@ def give_gradients(held: list[OwnedParam], step: int, scale: float = 1.0, dtype:
     """The same for the same step, whatever box of a parameter is held."""
     dice = torch.Generator().manual_seed(1000 + step)
     for one in held:
-        one.gradient = (scale * torch.randn(one.shard.slice.whole, generator=dice))[one.shard.slice.index].to(dtype).clone()
+        one.gradient = extract(one.shard.slice, scale * torch.randn(one.shard.slice.whole, generator=dice)).to(dtype).clone()
 
 
 def values(held: list[OwnedParam]) -> dict[str, Tensor]:

@@ -23,7 +23,7 @@ from phalanx.parallel import data_parallel, expert, tensor, vocab_parallel
 from phalanx.parallel.data_parallel import Sharding
 from phalanx.parallel.expert import Dispatch, Loads
 from phalanx.parallel.mesh import Mesh
-from phalanx.parallel.sharded_model import OwnedParam, ParamShard, Recipe, ShardedModel
+from phalanx.parallel.sharded_model import OwnedParam, ParamShard, Recipe, ShardedModel, extract
 from phalanx.spec.errors import RunError
 from phalanx.spec.layout import Layout
 from phalanx.spec.model import ModelSpec, Moe
@@ -102,7 +102,7 @@ def gradients(mesh: Mesh, kind: str, crowded: bool, compute: torch.dtype | None)
     boxes = {one.name: (one.gradient, one.shard) for one in placed.owned if one.gradient is not None}
     found_wholes = wholes(boxes, mesh)
     for name, (gradient, spot) in boxes.items():  # what several ranks hold is alike on all
-        torch.testing.assert_close(gradient, found_wholes[name][spot.slice.index], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(gradient, extract(spot.slice, found_wholes[name]), rtol=1e-5, atol=1e-6)
     shapes = [tuple(one.value.shape) for one in placed.owned if ".experts." in one.name]
     return mesh.all_reduce(total).item() / mesh.layout.tensor, found_wholes, shapes
 
@@ -167,7 +167,7 @@ def shared(mesh: Mesh, moe: Moe) -> tuple[MoE, dict[str, ParamShard]]:
     layer.router.reset_buffers()
     with torch.no_grad():
         for name, parameter in layer.named_parameters():
-            parameter.copy_(whole.get_parameter(name)[found[name].slice.index])
+            parameter.copy_(extract(found[name].slice, whole.get_parameter(name)))
     return layer, found
 
 
