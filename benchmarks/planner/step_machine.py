@@ -140,7 +140,6 @@ def machine(row: Row, kind: Kind, precision: str, ranks: float) -> dict[str, flo
         "bandwidth": bandwidth,
         "memory": _memory(row, kind),
         "island": float(min(island, max(ranks, 1))),
-        "node": node,
         "island_bandwidth": near,
         "network": far,
     }

@@ -13,13 +13,12 @@ UNKNOWN = "–"
 
 def count(value: float | None) -> str:
     """Formats a count with three digits and a letter: 12.3k, 1.24M."""
-    return _scaled(value, ("", "k", "M", "B", "T"))
+    return _scaled(value, "kMBT")
 
 
 def flops(value: float | None) -> str:
     """Formats a speed as 1.24 TFLOP/s."""
-    text = _scaled(value, (" ", " k", " M", " G", " T", " P", " E"))
-    return text if text == UNKNOWN else f"{text}FLOP/s"
+    return _scaled(value, "kMGTPE", unit="FLOP/s")
 
 
 def size(value: float | None) -> str:
@@ -60,14 +59,12 @@ def percent(value: float | None) -> str:
 
 def dollars(value: float | None) -> str:
     """Formats a price as $61.9M."""
-    text = _scaled(value, ("", "k", "M", "B", "T"))
-    return text if text == UNKNOWN else f"${text}"
+    return _scaled(value, "kMBT", sign="$")
 
 
 def energy(joules: float | None) -> str:
     """Formats joules in watt-hours: 21.3 GWh."""
-    text = _scaled(None if joules is None else joules / 3600, (" ", " k", " M", " G", " T"))
-    return text if text == UNKNOWN else f"{text}Wh"
+    return _scaled(None if joules is None else joules / 3600, "kMGT", unit="Wh")
 
 
 def short_duration(value: float | None) -> str:
@@ -76,12 +73,8 @@ def short_duration(value: float | None) -> str:
         return UNKNOWN
     if value >= 600:
         return duration(value)
-    scale, unit = next(
-        ((scale, unit) for scale, unit in ((1.0, "s"), (1e3, "ms")) if abs(value) * scale >= 0.9995), (1e6, "µs")
-    )
-    value *= scale
-    digits = 2 if abs(value) < 9.995 else 1 if abs(value) < 99.95 else 0
-    return f"{value:.{digits}f} {unit}"
+    scale, unit = (1.0, "s") if abs(value) >= 0.9995 else (1e3, "ms") if abs(value) * 1e3 >= 0.9995 else (1e6, "µs")
+    return f"{value * scale:.{_decimals(value * scale)}f} {unit}"
 
 
 def number(value: float | None, digits: int = 4) -> str:
@@ -96,13 +89,19 @@ def _is_finite(value: float | None) -> TypeGuard[float]:
     return isinstance(value, int | float) and math.isfinite(value)
 
 
-def _scaled(value: float | None, units: tuple[str, ...]) -> str:
+def _decimals(value: float) -> int:
+    """Decimals of a number with three digits."""
+    return 2 if abs(value) < 9.995 else 1 if abs(value) < 99.95 else 0
+
+
+def _scaled(value: float | None, letters: str, *, sign: str = "", unit: str = "") -> str:
+    """Formats a number with three digits and the letter of its power of 1000."""
     if not _is_finite(value):
         return UNKNOWN
-    unit = 0
-    while unit < len(units) - 1 and abs(float(f"{value:.3g}")) >= 1000:  # 999,960 is 1.00M, not 1000k
-        value, unit = value / 1000, unit + 1
-    digits = 2 if abs(value) < 9.995 else 1 if abs(value) < 99.95 else 0
-    if unit == 0 and value == int(value):
-        digits = 0
-    return f"{value:.{digits}f}{units[unit]}"
+    letter, space = "", " " if unit else ""
+    for larger in letters:
+        if abs(float(f"{value:.3g}")) < 1000:  # 999,960 is 1.00M, not 1000k
+            break
+        value, letter = value / 1000, larger
+    digits = 0 if not letter and value == int(value) else _decimals(value)
+    return f"{sign}{value:.{digits}f}{space}{letter}{unit}"

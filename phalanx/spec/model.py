@@ -211,7 +211,7 @@ class ModelSpec:
         attention the width is the mean of the widths of queries and values.
         """
         dense, sparse = self._blocks()
-        matrices = (dense + sparse) * self._attention_matrices() + dense * self._dense_matrices()
+        matrices = (dense + sparse) * self.attention_matrices() + dense * self._dense_matrices()
         matrices += sparse * self._expert_matrices(self.moe.active if self.moe else 0)
         matrices += self.mtp_depth * 2 * self.dim**2 + (1 + self.mtp_depth) * self.rows * self.dim
         if self.mla is None:
@@ -243,11 +243,12 @@ class ModelSpec:
 
     def _attention_parameters(self) -> int:
         if self.mla is not None:
-            return self._attention_matrices() + self.mla.kv_rank + (self.mla.q_rank or 0)  # the inner norms
+            return self.attention_matrices() + self.mla.kv_rank + (self.mla.q_rank or 0)  # the inner norms
         biases = self.head * (self.heads + 2 * self.kv) + self.dim if self.bias else 0  # query, key, value; output
-        return self._attention_matrices() + biases + (2 * self.head if self.qk_norm else 0)
+        return self.attention_matrices() + biases + (2 * self.head if self.qk_norm else 0)
 
-    def _attention_matrices(self) -> int:
+    def attention_matrices(self) -> int:
+        """Parameters of the matrices of one block's attention."""
         mla = self.mla
         if mla is None:
             return self.dim * self.head * (2 * self.heads + 2 * self.kv)

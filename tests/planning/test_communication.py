@@ -19,7 +19,7 @@ def work(**values: Any) -> JobTable:
     model = dict.fromkeys(
         ("layers", "dim", "attention_weights", "score_width", "value_width", "kv_width", "heads", "kv_heads", "ffn", "gated"), 1
     )
-    machine = {"peak": 1.0, "peak16": 1.0, "bandwidth": 1.0, "memory": 1.0, "island": 8, "node": 8}
+    machine = {"peak": 1.0, "peak16": 1.0, "bandwidth": 1.0, "memory": 1.0, "island": 8}
     links = {"island_bandwidth": 400e9, "network": 50e9}
     rest = {"vocab": 1, "tied": 0, "sequence": 1, "batch": 1, "micro_batch": 1, "ranks": 64}
     return JobTable(**(model | machine | links | rest | values))

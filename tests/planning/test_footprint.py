@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 from planning_cases import SMALL, SPARSE, cluster, run_of
 
-from phalanx.planning.cost.footprint import COMPONENTS, footprint
+from phalanx.planning.cost.footprint import COMPONENTS, footprint, pipeline_shares
 from phalanx.planning.cost.job_table import SCHEDULES, JobTable
 from phalanx.planning.cost.schedule_cost import CODE, _counted
-from phalanx.planning.cost.state_memory import pipeline_shares
 from phalanx.planning.search.space import Space, all_columns, given_space, pick
 from phalanx.schedules.makers import make
 from phalanx.schedules.stage_split import cut, flop_costs

@@ -8,7 +8,7 @@ from itertools import pairwise, product
 import pytest
 
 from phalanx.dashboard.simulation_view import step_trace
-from phalanx.planning.simulate.simulated_step import SharedLinks, SimulatedStep, Traffic, durations_of, simulate_step
+from phalanx.planning.simulate.simulated_step import Flow, SharedLinks, SimulatedStep, Traffic, durations_of, simulate_step
 from phalanx.schedules.makers import NAMES, make
 from phalanx.schedules.timing import bubble, simulate
 
@@ -53,14 +53,16 @@ def test_the_closed_form_of_the_commonest_schedules(shape: tuple[int, int]) -> N
 
 def test_a_shared_link_gives_everybody_a_part() -> None:
     links = SharedLinks()
-    first, changed = links.start((("network out", 0), ("network in", 1)), 2.0, 0.0)
-    assert changed == [first] and first.arrives == 2.0
-    second, changed = links.start((("network out", 0), ("network in", 2)), 2.0, 1.0)
-    assert {id(one) for one in changed} == {id(first), id(second)}
+    first, second = (
+        Flow((("network out", 0), ("network in", 1)), 2.0, 0.0, 0.0),
+        Flow((("network out", 0), ("network in", 2)), 2.0, 1.0, 1.0),
+    )
+    assert links.start(first) == [first] and first.arrives == 2.0
+    assert {id(flow) for flow in links.start(second)} == {id(first), id(second)}
     assert first.arrives == 3.0 and second.arrives == 5.0  # a second of work each, at half the speed
     assert links.stop(first, 3.0) == [second] and second.arrives == 4.0
-    third, changed = links.start((("network out", 3),), 1.0, 3.0)
-    assert changed == [third] and third.arrives == 4.0  # another link
+    third = Flow((("network out", 3),), 1.0, 3.0, 3.0)
+    assert links.start(third) == [third] and third.arrives == 4.0  # another link
 
 
 def test_messages_of_several_dimensions_share_the_network() -> None:

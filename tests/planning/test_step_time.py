@@ -22,7 +22,6 @@ H100 = {
     "bandwidth": 3.35e12,
     "memory": 80e9,
     "island": 8,
-    "node": 8,
     "island_bandwidth": 450e9,
     "network": 50e9,
 }

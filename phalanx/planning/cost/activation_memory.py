@@ -165,7 +165,7 @@ class HeadActivations(NamedTuple):
 def head_activations(jobs: JobTable) -> HeadActivations:
     """The head and the loss, once more for each MTP depth."""
     tokens, size, low, divided = jobs.tokens, jobs.compute_bytes, jobs.compute_bytes < 4, jobs.tensor > 1
-    chunk, depths, columns = jobs.loss_chunk, 1 + jobs.ahead, jobs.vocab / jobs.tensor
+    chunk, depths, columns = jobs.loss_chunk, 1 + jobs.mtp_depth, jobs.vocab / jobs.tensor
     states = 4.0 * jobs.dim * residual_tokens(jobs) + np.where(low, 2, 4) * jobs.dim * tokens
     each = np.where(divided, np.where(low, 10, 8), 12) * columns
     logits = np.where(divided, size, 4) * columns

@@ -131,7 +131,7 @@ def _experts(jobs: JobTable, rates: Rates, sparse: Column) -> tuple[Column, Colu
 
 def head_time(jobs: JobTable, rates: Rates) -> BlockTime:
     """The output matrix and the loss, once more for each MTP depth."""
-    tokens = jobs.tokens * (1 + jobs.ahead) / jobs.tensor
+    tokens = jobs.tokens * (1 + jobs.mtp_depth) / jobs.tensor
     rows = 1 + rates.knee * (1 / jobs.dim + 1 / jobs.tokens)
     matrices = tokens * rows * (2 * jobs.dim * jobs.vocab / (jobs.peak16 * rates.gemm))
     moved = tokens * (6.0 * jobs.vocab / (jobs.bandwidth * rates.memory))

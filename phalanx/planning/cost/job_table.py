@@ -67,7 +67,7 @@ class JobTable:
     """Width of all shared experts together."""
     active_groups: Column = 0
     """Most groups of experts (nodes, where groups are placed so) that a token is sent to; 0: no limit."""
-    ahead: Column = 0
+    mtp_depth: Column = 0
     latent: Column = 0
     """Width of the latent vectors that MLA expands queries, keys and values from, together; 0: no MLA."""
     rotated: Column = 0
@@ -93,8 +93,6 @@ class JobTable:
     """Bytes of device memory."""
     island: Column
     """Devices that share the fast links: a node, or a rack."""
-    node: Column
-    """Devices of one host."""
     island_bandwidth: Column
     """Bytes/s of a device in one direction inside the island."""
     network: Column
@@ -196,7 +194,7 @@ def model_columns(model: ModelSpec) -> dict[str, float]:
     plain: dict[str, float] = {
         "layers": model.layers,
         "dim": model.dim,
-        "attention_weights": model._attention_matrices(),
+        "attention_weights": model.attention_matrices(),
         "score_width": score,
         "value_width": value,
         "kv_width": kv_width,
@@ -208,7 +206,7 @@ def model_columns(model: ModelSpec) -> dict[str, float]:
         "tied": int(model.tied),
         "learned_positions": model.context if model.positions == "learned" else 0,
         "layer_norm": int(model.norm == "layer"),
-        "ahead": model.mtp_depth,
+        "mtp_depth": model.mtp_depth,
     }
     if moe is None or model.layers == model.dense_layers:
         return plain
@@ -234,7 +232,6 @@ def machine_columns(hardware: Hardware, compute: str) -> dict[str, float]:
         "bandwidth": gpu.bandwidth,
         "memory": gpu.memory,
         "island": hardware.island,
-        "node": hardware.node,
         "island_bandwidth": hardware.island_bandwidth,
         "network": hardware.network,
         "host_bandwidth": hardware.host_bandwidth,

@@ -65,7 +65,7 @@ def _judge(jobs: JobTable, rates: Rates) -> Times:
     backward = gpu_backward + late_backward + added
     # The last stage has the head; where layers do not divide evenly, it has fewer layers.
     of_block = block.whole + recomputed + exposed.forward + exposed.backward
-    of_head = head.whole + jobs.ahead * of_block
+    of_head = head.whole + jobs.mtp_depth * of_block
     uneven = np.where(rates.balanced > 0, of_head / jobs.pipeline, np.maximum(0.0, of_head - slack * of_block))
     extra = np.where(jobs.pipeline > 1, uneven, of_head)
 

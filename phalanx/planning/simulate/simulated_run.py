@@ -75,10 +75,6 @@ class Segment:
                 high = middle - 1
         return low
 
-    def stall_until(self, step: int) -> float:
-        """Seconds that saves take until `step` is done."""
-        return self.seconds_until(step) - (step - self.first) * self.step
-
     def last_saved(self, every: int | None, write: float, step: int, seconds: float) -> int | None:
         """The newest saved step whose save is complete `seconds` after the start, when `step` is done; None: there is none after `first`."""
         if every is None:
@@ -292,11 +288,11 @@ class _TrialRunner:
         elapsed, saves = self.now - start, self.scenario.saves
         self.memory = segment.last_saved(saves.memory_every, 0.0, done, elapsed) or self.memory
         self.disk = segment.last_saved(saves.disk_every, saves.disk_write, done, elapsed) or self.disk
-        steps, spent = done - self.step, self.trial.spent
+        steps, seconds, spent = done - self.step, segment.seconds_until(done), self.trial.spent
         spent["computing"] += steps * self.full_speed
         spent["slower"] += steps * (segment.step - self.full_speed)
-        spent["saving"] += segment.stall_until(done)
-        spent["lost"] += elapsed - segment.seconds_until(done)
+        spent["saving"] += seconds - steps * segment.step
+        spent["lost"] += elapsed - seconds
         self.step = done
         if elapsed > 0:
             self.lost_nodes = []

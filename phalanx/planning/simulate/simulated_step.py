@@ -37,9 +37,9 @@ class Traffic:
     """(dimension, link, fraction): messages that an action waits for. The time of the action includes them."""
     hop: Tier = "network"
     """The link of messages between stages."""
-    overlapped: tuple[Tier, float] | None = None
+    overlapped: tuple[Tier, float] = ("network", 0.0)
     """Sharded parameters and their gradients: sent during every action; the next action waits for them."""
-    final: tuple[Tier, float] | None = None
+    final: tuple[Tier, float] = ("network", 0.0)
     """Gradients: sent during a rank's last action; the optimizer waits for them."""
 
 
@@ -104,7 +104,7 @@ def traffic(run: Run, hardware: Hardware, candidate: Candidate) -> Traffic:
     whole = pieces["forward"] + pieces["input"] + pieces["weight"]
     speed = {"island": hardware.island_bandwidth, "network": hardware.network}
     size = 2 if candidate.compute != "fp32" else 4
-    overlapped = final = None
+    overlapped, final = (tier_of["shard"], 0.0), (tier_of["data"], 0.0)
     if layout.shard > 1 and layout.zero == 3:
         sent = (2 * size + _GRADIENT_BYTES) * values / speed[tier_of["shard"]]
         hidden = sent - split.get("data", 0.0) / candidate.accumulation
@@ -173,9 +173,11 @@ def durations_of(schedule: Schedule, pieces: dict[str, float]) -> Durations:
     )
 
 
-def _links(tier: Tier, rank: int) -> tuple[Link, ...]:
-    """Links of one device: its island link, or both directions of its NIC."""
-    return (("island", rank),) if tier == "island" else (("network out", rank), ("network in", rank))
+def _links(tier: Tier, sender: int, receiver: int) -> tuple[Link, ...]:
+    """Links of a message: both island links, or one direction of each NIC. A rank's collective uses its own links alone."""
+    if tier == "island":
+        return tuple(dict.fromkeys((("island", sender), ("island", receiver))))
+    return ("network out", sender), ("network in", receiver)
 
 
 @dataclass(slots=True, eq=False)
@@ -186,9 +188,13 @@ class Flow:
     left: float
     """Remaining seconds, if no other message shares its links."""
     start: float
-    rate: float = 1.0
-    since: float = 0.0
+    since: float
     """Time for which `left` is valid."""
+    label: tuple[str, str] = ("", "")
+    """The dimension, and what is sent."""
+    then: Callable[[], None] = lambda: None
+    """What to do on arrival."""
+    rate: float = 1.0
     version: int = 0
     """Counts changes of the rate: an arrival scheduled for an older version is ignored."""
 
@@ -203,12 +209,11 @@ class SharedLinks:
     def __init__(self) -> None:
         self._flows: dict[Link, list[Flow]] = {}
 
-    def start(self, links: tuple[Link, ...], seconds: float, now: float) -> tuple[Flow, list[Flow]]:
-        """Adds a message. Returns it, and all messages whose arrival has changed, including itself."""
-        flow = Flow(links, seconds, now, since=now)
-        for link in links:
+    def start(self, flow: Flow) -> list[Flow]:
+        """Adds a message. Returns all messages whose arrival has changed, including itself."""
+        for link in flow.links:
             self._flows.setdefault(link, []).append(flow)
-        return flow, self._update(links, now)
+        return self._update(flow.links, flow.start)
 
     def stop(self, flow: Flow, now: float) -> list[Flow]:
         """Removes a message that has arrived. Returns all messages whose arrival has changed."""
@@ -239,14 +244,12 @@ class _Engine:
         self._count = 0
         self._available: set[tuple[int, Action]] = set()
         """Results of actions that have arrived at a rank."""
-        self._sent: dict[Flow, tuple[tuple[str, str], Callable[[], None]]] = {}
-        """Messages in flight: their dimension and label, and what to do on arrival."""
         self._waiting = [0] * schedule.ranks
         """Number of overlapped messages that a rank's next action, or its end, waits for."""
         self._idle = [True] * schedule.ranks
         self._ends = [0.0] * schedule.ranks
         """When a rank's last overlapped message arrived. The clock may be later, because of outdated arrival events."""
-        overlapped = {message[0] for message in (traffic.overlapped, traffic.final) if message is not None and message[1] > 0}
+        overlapped = {tier for tier, fraction in (traffic.overlapped, traffic.final) if fraction > 0}
         self._shared = overlapped | ({traffic.hop} if hop > 0 else set())
         """Links on which messages of an action may meet others. On all other links, time alone matters."""
 
@@ -279,11 +282,11 @@ class _Engine:
     def _begin(self, rank: int, action: Action) -> None:
         seconds, traffic = self.durations.of(action), self.traffic
         final = len(self.rows[rank]) + 1 == len(self.schedule.actions[rank])
-        for message in (traffic.overlapped, traffic.final if final else None):
-            if message is not None and message[1] > 0:
+        for tier, fraction in (traffic.overlapped, *([traffic.final] if final else [])):
+            if fraction > 0:
                 self._waiting[rank] += 1
-                tier, fraction = message
-                self._send(_links(tier, rank), fraction * seconds, ("data", str(action)), partial(self._overlap_done, rank))
+                links, done = _links(tier, rank, rank), partial(self._overlap_done, rank)
+                self._send(links, fraction * seconds, ("data", str(action)), done)
         sent = [(dimension, tier, fraction * seconds) for dimension, tier, fraction in traffic.inside if fraction > 0]
         contended = [message for message in sent if message[1] in self._shared]
         rest = seconds - sum(message[2] for message in contended)
@@ -294,7 +297,7 @@ class _Engine:
         # The messages are in the middle of the action, with computation before and after.
         after: Callable[[], None] = lambda: self._at(self._now + rest / 2, end)  # noqa: E731
         for dimension, tier, length in reversed(contended):
-            after = partial(self._send, _links(tier, rank), length, (dimension, str(action)), after)
+            after = partial(self._send, _links(tier, rank, rank), length, (dimension, str(action)), after)
         self._at(self._now + rest / 2, after)
 
     def _overlap_done(self, rank: int) -> None:
@@ -308,11 +311,7 @@ class _Engine:
         self._idle[rank] = True
         target = action.stage + 1 if action.kind == "F" else action.stage - 1
         if action.kind != "W" and 0 <= target < self.schedule.stages and (other := self.schedule.rank_of(target)) != rank:
-            arrive = partial(self._arrive, other, action)
-            tier = self.traffic.hop
-            links = (
-                (("island", rank), ("island", other)) if tier == "island" else (("network out", rank), ("network in", other))
-            )
+            arrive, links = partial(self._arrive, other, action), _links(self.traffic.hop, rank, other)
             if self.hop > 0:
                 self._send(links, self.hop, ("pipeline", f"{action} to rank {other}"), arrive)
             else:
@@ -326,9 +325,7 @@ class _Engine:
     # --- messages ---
 
     def _send(self, links: tuple[Link, ...], seconds: float, label: tuple[str, str], then: Callable[[], None]) -> None:
-        flow, changed = self._links.start(links, seconds, self._now)
-        self._sent[flow] = label, then
-        self._schedule_arrivals(changed)
+        self._schedule_arrivals(self._links.start(Flow(links, seconds, self._now, self._now, label, then)))
 
     def _schedule_arrivals(self, changed: list[Flow]) -> None:
         for flow in changed:
@@ -337,8 +334,6 @@ class _Engine:
     def _arrived(self, flow: Flow, version: int) -> None:
         if version != flow.version:
             return
-        (dimension, label), then = self._sent.pop(flow)
-        for name, rank in flow.links:
-            self.messages.append(Message(rank, name, dimension, label, flow.start, self._now))
+        self.messages += [Message(rank, name, *flow.label, flow.start, self._now) for name, rank in flow.links]
         self._schedule_arrivals(self._links.stop(flow, self._now))
-        then()
+        flow.then()
