@@ -1,12 +1,8 @@
-"""Shows plans on the terminal: the winner with the tables to paste, its memory and step as bars, the runners-up, the reasons against other
-layouts, and the assumptions. Also shows the results of `--solve`, `--compare` and `phalanx bench`.
-
-The CLI and `phalanx.explain` call it.
-"""
+"""Shows plans on the terminal, and the results of `--solve`, `--compare` and `phalanx bench`. The CLI and `phalanx.explain` call it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console, Group, RenderableType
@@ -18,14 +14,7 @@ from rich.text import Text
 
 from phalanx.dashboard.numbers import UNKNOWN, count, dollars, duration, energy, flops, percent, short_duration, size
 from phalanx.planning.feedback import Comparison, Timed
-from phalanx.planning.report import (
-    MEMORY_LABELS,
-    PART_LABELS,
-    PlanReport,
-    keys_to_change,
-    part_changes,
-    run_file_tables,
-)
+from phalanx.planning.report import MEMORY_LABELS, PART_LABELS, PlanReport, keys_to_change, part_changes, run_file_tables
 from phalanx.planning.search.candidate import Alternative, Candidate
 from phalanx.planning.solve import SolveReport
 from phalanx.spec.plan import Promise
@@ -62,19 +51,13 @@ def show_plan(console: Console, report: PlanReport, top: int = 5) -> None:
         console.print(side_by_side)
     else:
         console.print(*bars, sep="\n")
-    _section(console, "why this one", [Text(sentence) for sentence in report.why])
+    _section(console, "why this one", map(Text, report.why))
     if report.runners_up and top:
         _section(console, "runners-up", [_runners_up(report, top)] if wide else _runner_up_lines(report, top))
     if report.alternatives:
         _section(console, "why not", [_why_not(report.best, report.alternatives, max(_REASONS, 2 * top))])
-    if report.placement.lines:
-        _section(console, "placement", [Text(line) for line in report.placement.lines])
-    if report.assumptions:
-        _section(
-            console,
-            "assumed",
-            [_grid(*((Text("·", style="dim"), Text(line, style="dim")) for line in report.assumptions), padding=1)],
-        )
+    _section(console, "placement", map(Text, report.placement.lines))
+    _section(console, "assumed", (_side_by_side(Text("·"), Text(line), padding=1, style="dim") for line in report.assumptions))
 
 
 def show_solution(console: Console, solution: SolveReport) -> None:
@@ -87,9 +70,8 @@ def show_solution(console: Console, solution: SolveReport) -> None:
             for value, speed in solution.tried
         ]
         console.print(_bars(f"tried, by {solution.what}", rows, fastest, console.width))
-    if solution.what_if:
-        _section(console, "what if", [Text(change.sentence) for change in solution.what_if])
-    _section(console, "its plan", [])
+    _section(console, "what if", (Text(change.sentence) for change in solution.what_if))
+    console.print(_rule("its plan"))
     show_plan(console, solution.plan, top=0)
 
 
@@ -158,30 +140,25 @@ def promise(candidate: Candidate) -> list[tuple[str, str, str]]:
 def _head(report: PlanReport) -> Text:
     run, hardware = report.run, report.hardware
     parameters, active = run.model.parameters(), run.model.active_parameters()
-    text = Text()
-    text.append(report.model_name, style="bold")
-    text.append(f", {count(parameters)} parameters{f' ({count(active)} active)' if active < parameters else ''}, on ")
     nodes = f" in {hardware.nodes:,} nodes" if hardware.nodes > 1 else ""
-    text.append(f"{hardware.gpus:,} × {hardware.gpu.name}{nodes}", style="bold")
-    text.append(
-        f"\n{run.batch:,} sequences of {run.train.sequence_length:,} tokens a step, {run.steps:,} steps, "
-        f"{count(report.tokens)} tokens\n"
+    step = f"{run.batch:,} sequences of {run.train.sequence_length:,} tokens a step"
+    return Text.assemble(
+        (report.model_name, "bold"),
+        f", {count(parameters)} parameters{f' ({count(active)} active)' if active < parameters else ''}, on ",
+        (f"{hardware.gpus:,} × {hardware.gpu.name}{nodes}", "bold"),
+        f"\n{step}, {run.steps:,} steps, {count(report.tokens)} tokens\n",
+        (search_summary(report), "dim"),
     )
-    text.append(search_summary(report), style="dim")
-    return text
 
 
 def _winner(console: Console, report: PlanReport) -> Panel:
     best = report.best
-    rows = Table.grid(padding=(0, 2))
-    rows.add_column(style="dim", no_wrap=True)
-    rows.add_column(no_wrap=True, justify="right")
-    rows.add_column(style="dim", no_wrap=True)
-    rows.add_row("", "", "P10 – P90")
-    for name, value, detail in promise(best):
-        rows.add_row(name, Text(value, style="bold"), detail)
+    quiet = Column(style="dim", no_wrap=True)
+    rows = Table.grid(quiet, Column(style="bold", no_wrap=True, justify="right"), quiet.copy(), padding=(0, 2))
+    for row in [("", "", "P10 – P90"), *promise(best)]:
+        rows.add_row(*row)
     tables = Text(run_file_tables(best), style="cyan")
-    inside: RenderableType = _grid((tables, rows), padding=4) if console.width >= _WIDE else Group(rows, Text(), tables)
+    inside: RenderableType = _side_by_side(tables, rows, padding=4) if console.width >= _WIDE else Group(rows, Text(), tables)
     fits = "" if best.fits else "  DOES NOT FIT"
     style = "green" if best.fits else "red"
     ranks = best.layout.ranks
@@ -210,9 +187,8 @@ def _step(best: Candidate, width: int) -> Group:
 
 def _bars(title: str, rows: Sequence[tuple[str, float, str, str]], whole: float, width: int) -> Group:
     """Draws a titled bar chart of at most `width` columns; `rows`: name, value, text of the value, color."""
-    table = Table.grid(padding=(0, 1, 0, 0))
-    for justify in ("left", "right", "left"):
-        table.add_column(no_wrap=True, justify=justify)
+    columns = [Column(no_wrap=True), Column(no_wrap=True, justify="right"), Column(no_wrap=True)]
+    table = Table.grid(*columns, padding=(0, 1, 0, 0))
     left = width - max(len(name) for name, *_ in rows) - max(len(text) for _, _, text, _ in rows) - 3
     for name, value, text, color in rows:
         table.add_row(name, text, Text(bar(value / whole, max(1, min(_BAR, left))), style=color))
@@ -266,10 +242,7 @@ def _largest_loss(best: Candidate, candidate: Candidate) -> str:
 
 def _why_not(best: Candidate, alternatives: Sequence[Alternative], most: int) -> Group:
     """The reasons against other layouts, each with the keys that select the layout."""
-    table = Table.grid(padding=(0, 2))
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
-    has_keys = False
+    table, has_keys = Table.grid(Column(no_wrap=True), Column(overflow="fold"), padding=(0, 2)), False
     for alternative in alternatives[:most]:
         reason = Text(alternative.reason)
         if alternative.candidate is not None and (keys := keys_to_change(best, alternative.candidate)):
@@ -283,24 +256,26 @@ def _why_not(best: Candidate, alternatives: Sequence[Alternative], most: int) ->
     return Group(table, *(Text(note, style="dim") for note in notes))
 
 
-def _grid(*rows: tuple[RenderableType, ...], padding: int) -> Table:
+def _side_by_side(*parts: RenderableType, padding: int, style: str = "") -> Table:
     table = Table.grid(padding=(0, padding))
-    for row in rows:
-        table.add_row(*row)
+    table.add_row(*parts, style=style)
     return table
 
 
-def _section(console: Console, title: str, parts: Sequence[RenderableType]) -> None:
-    console.print(Rule(Text(title, style="bold"), align="left", style="dim"))
-    console.print(Group(*parts))
+def _rule(title: str) -> Rule:
+    return Rule(Text(title, style="bold"), align="left", style="dim")
+
+
+def _section(console: Console, title: str, parts: Iterable[RenderableType]) -> None:
+    """Prints a titled section, unless it is empty."""
+    if parts := list(parts):
+        console.print(_rule(title), *parts, sep="\n")
 
 
 def show_comparison(console: Console, comparison: Comparison, refitted: Promise | None = None) -> None:
     """Shows the promise of a plan next to the measurements of its run; `refitted`: the promise with corrected constants."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2))
-    table.add_column("")
-    for name in ("predicted", "measured", "error", *(() if refitted is None else ("refitted",))):
-        table.add_column(name, justify="right", header_style="dim")
+    names = ("predicted", "measured", "error", *(() if refitted is None else ("refitted",)))
+    table = _plain_table("", *(Column(name, justify="right") for name in names))
     again = {} if refitted is None else {row.name: row.predicted for row in comparison.against(refitted)}
     for row in comparison.rows:
         error = UNKNOWN if row.error is None else f"{'+' if row.error >= 0 else '−'}{percent(abs(row.error))}"
@@ -320,6 +295,10 @@ def show_comparison(console: Console, comparison: Comparison, refitted: Promise 
         console.print(f"rank 0 sends for {technique}: {parts} a step")
 
 
+def _plain_table(*columns: Column | str) -> Table:
+    return Table(*columns, box=None, pad_edge=False, padding=(0, 2), header_style="dim")
+
+
 def _timed_step(timed: Timed) -> str:
     """Which step and rank the measured parts come from."""
     text = f"parts of a step: in the proportions of step {timed.step}, which took {short_duration(timed.seconds)}"
@@ -334,14 +313,10 @@ def _timed_step(timed: Timed) -> str:
 
 def show_bench(console: Console, measured: Sequence[tuple[str, str, float, str]], constants: Mapping[str, float]) -> None:
     """Shows the measurements of `phalanx bench` (what, of which shape, value and unit), then the constants that plans take from them."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2))
-    for name in ("measured", "of", ""):
-        table.add_column(name, style="dim" if name == "of" else "", header_style="dim", justify="left" if name else "right")
+    table = _plain_table("measured", Column("of", style="dim"), Column(justify="right"))
     for what, shape, value, unit in measured:
         table.add_row(what, shape, _quantity(value, unit))
-    values = Table(box=None, pad_edge=False, padding=(0, 2))
-    values.add_column("constant", header_style="dim")
-    values.add_column("", justify="right")
+    values = _plain_table("constant", Column(justify="right"))
     for name in sorted(constants):
         values.add_row(name, f"{constants[name]:.4g}")
     console.print(table, values)
