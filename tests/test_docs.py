@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.cli.main import app
-from phalanx.dashboard.summary import summarize
+from phalanx.dashboard.summary import Summary
 from phalanx.events.records import KINDS
 from phalanx.events.rundir import RunDir
 from phalanx.faults.grammar import parse
@@ -72,7 +72,7 @@ def test_the_contract_names_every_record_and_key(tmp_path: Path) -> None:
 def test_the_contract_names_every_key_of_the_summary(tmp_path: Path) -> None:
     section = CONTRACT.partition("## What `phalanx train --json` prints")[2].partition("\n## ")[0]
     named = set(re.findall(r"`(\w+)`", " ".join(re.findall(r"^\|([^|]*)\|", section, re.M))))
-    assert named == summarize([]).to_json(tmp_path).keys() | {"error"}
+    assert named == Summary([]).to_json(tmp_path).keys() | {"error"}
 
 
 @pytest.mark.parametrize("link", re.findall(r"\]\(([^)#]+)\)", README))

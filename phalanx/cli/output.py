@@ -55,11 +55,11 @@ def print_error(error: PhalanxError) -> None:
 def print_summary(rundir: RunDir) -> Summary:
     """Draws the loss curve of a finished run and prints its summary."""
     from phalanx.dashboard.pictures import draw_loss
-    from phalanx.dashboard.summary import summarize
+    from phalanx.dashboard.summary import Summary
     from phalanx.events.log import read_events
 
     events = read_events(rundir.events_file)
-    summary = summarize(events)
+    summary = Summary(events)
     try:
         draw_loss(events, rundir.curve)
     except OSError as error:  # for example a full disk, which must not fail the run

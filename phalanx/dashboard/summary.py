@@ -1,27 +1,24 @@
-"""Summarizes a run directory from its events alone: the closing panel, the same numbers as JSON, and the history of its steps.
-
-The CLI shows the summary when a run ends, and prints it as JSON on request. `dashboard/pictures` draws the history as a loss curve.
-"""
+"""Summarizes a run directory from its events alone: the panel that the CLI shows when a run ends, the same numbers as JSON, and the history
+of its steps, which `dashboard/pictures` draws."""
 
 from __future__ import annotations
 
 import math
 import shlex
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from rich.console import Console
 from rich.panel import Panel
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from phalanx.dashboard.numbers import count, duration, number, percent, short_duration, size
 from phalanx.events import records
 from phalanx.events.records import Evaluated, Event, RunStarted, Step, StepSkipped
-from phalanx.spec.plan import Promise
 
 LOSS_CURVE = "loss.png"
 """File name of the loss curve in a run directory."""
@@ -71,64 +68,75 @@ def _drop_from(history: History, step: int) -> None:
     history.skipped = [event for event in history.skipped if event.step < step]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Summary:
-    """The state that a run directory has reached, and the speed of its last launch."""
+    """The state that a run directory has reached, and the speed of its last launch, from all of its events."""
 
-    steps: int
-    """The last step reached."""
-    planned: int
-    """Steps of the whole run."""
-    loss: float | None
-    """Loss of the last step."""
-    first_loss: float | None
-    eval_loss: float | None
-    """Loss of the last evaluation; None if there was none."""
-    eval_sources: dict[str, dict[str, float]]
-    """The same evaluation for each data source: loss, perplexity and tokens."""
-    expert_load: float | None
-    """Load of the fullest expert over the mean, in the worst layer, averaged over the last steps; None for dense models."""
-    tokens: int
-    """Target tokens of all steps that count; a step that was repeated counts once."""
-    tokens_per_second: float | None
-    """Median over the steps of the last launch, without its first step, which warms up."""
-    mfu: float | None
-    """Median over the same steps; None if the device's peak is unknown."""
-    steps_skipped: int
-    recoveries: int
-    """Recoveries from failures during the last launch."""
-    steps_lost: int
-    """Complete steps that these recoveries repeated."""
-    seconds_lost: float
-    """Sum of the times from each failure to the first step after it."""
-    step_seconds: float | None
-    """Median seconds of a step in the last launch."""
-    promise: Promise | None
-    """What the plan promised; None if it made no promise."""
-    memory: int | None
-    """Largest memory of any rank and step of the last launch, in bytes: peak device memory on GPUs, resident memory on CPUs."""
-    seconds: float
-    """Wall time of the last launch."""
-    ranks: int
-    parameters: int
-    checkpoint: str | None
-    """The newest checkpoint, as its event names it."""
-    finished: bool
-    """Whether all steps are done."""
-    failure: str | None
-    """Why the last launch failed; None if it did not."""
+    def __init__(self, events: Iterable[Event]):
+        events = list(events)
+        known = history(events)
+        steps = [known.steps[step] for step in sorted(known.steps)]
+        evaluated = known.evaluations[max(known.evaluations)] if known.evaluations else None
+        saved = [event.path for event in events if isinstance(event, records.Saved)]
+        begin = max((index for index, event in enumerate(events) if isinstance(event, RunStarted)), default=0)
+        ended = [event.step for event in events[begin:] if isinstance(event, records.Finished | records.Stopped)]
+        self.loss = steps[-1].loss if steps else None
+        """Loss of the last step."""
+        self.first_loss = steps[0].loss if steps else None
+        self.eval_loss = evaluated.loss if evaluated else None
+        """Loss of the last evaluation; None if there was none."""
+        self.eval_sources = evaluated.sources if evaluated else {}
+        """The same evaluation for each data source: loss, perplexity and tokens."""
+        self.expert_load = steps[-1].expert_load if steps else None
+        """Load of the fullest expert over the mean, in the worst layer, averaged over the last steps; None for dense models."""
+        self.tokens = sum(step.tokens for step in steps)
+        """Target tokens of all steps that count; a step that was repeated counts once."""
+        self.steps_skipped = len(known.skipped)
+        self.checkpoint = saved[-1] if saved else None
+        """The newest checkpoint, as its event names it."""
+        self._add_launch(events[begin:], known.launch)
+        self.steps = max([*known.steps, *ended, *(event.step for event in known.skipped)], default=0)
+        """The last step reached."""
+
+    def _add_launch(self, launch: Sequence[Event], steps: Sequence[Step]) -> None:
+        """Adds what is known of the last launch."""
+        started = next((event for event in launch if isinstance(event, RunStarted)), None)
+        failures = [event.reason for event in launch if isinstance(event, records.WorkerFailed)]
+        recoveries = [event for event in launch if isinstance(event, records.Recovered) and event.failures]
+        self.planned = started.steps if started else 0
+        """Steps of the whole run."""
+        self.ranks = started.ranks if started else 0
+        self.parameters = started.parameters if started else 0
+        self.promise = started.promise if started else None
+        """What the plan promised; None if it made no promise."""
+        self.tokens_per_second = _warm_median([step.tokens_per_second for step in steps])
+        """Median over the steps, without the first one, which warms up."""
+        self.step_seconds = _warm_median([step.seconds for step in steps])
+        self.mfu = _warm_median([step.mfu for step in steps])
+        """None if the device's peak is unknown."""
+        self.memory = max((step.memory for step in steps), default=None)
+        """Largest memory of any rank and step, in bytes: peak device memory on GPUs, resident memory on CPUs."""
+        self.recoveries = len(recoveries)
+        """Recoveries from failures."""
+        self.steps_lost = sum(event.steps_lost for event in recoveries)
+        """Complete steps that these recoveries repeated."""
+        self.seconds_lost = sum(event.seconds for event in recoveries)
+        """Sum of the times from each failure to the first step after it."""
+        self.seconds = launch[-1].time - launch[0].time if launch else 0.0
+        """Wall time."""
+        self.finished = any(isinstance(event, records.Finished) for event in launch)
+        """Whether all steps are done."""
+        self.failure = failures[0] if failures else None
+        """Why the launch failed; None if it did not."""
 
     def to_json(self, run_dir: Path | str) -> dict[str, Any]:
         """Returns the summary for programs. Numbers that JSON lacks become strings, as in events.jsonl."""
-        table = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "promise"}
+        table = {name: value for name, value in vars(self).items() if name != "promise"}
         promised = {f"promised_{name}": getattr(self.promise, key, None) for name, key in _PROMISED.items()}
         return {key: records.plain(value) for key, value in (table | promised).items()} | {"run_dir": str(run_dir)}
 
     def render(self, console: Console, run_dir: Path | str) -> None:
         """Prints the closing panel: result, speed, and where the files are."""
-        table = Table.grid(padding=(0, 2))
-        table.add_column(style="dim", no_wrap=True)
-        table.add_column(overflow="fold")
+        table = Table.grid(Column(style="dim", no_wrap=True), Column(overflow="fold"), padding=(0, 2))
         for name, value in self._rows(Path(run_dir)):
             table.add_row(name, Text(value))
         title, style = self._title()
@@ -174,47 +182,6 @@ class Summary:
         if self.checkpoint is not None:
             yield "checkpoint", self.checkpoint
             yield "generate", f"phalanx generate {shlex.quote(str(run_dir))}"
-
-
-def summarize(events: Iterable[Event]) -> Summary:
-    """Computes the summary from all events of a run directory, in order."""
-    events = list(events)
-    known = history(events)
-    begin = max((index for index, event in enumerate(events) if isinstance(event, RunStarted)), default=0)
-    launch = events[begin:]
-    started = next((event for event in launch if isinstance(event, RunStarted)), None)
-    ends = [event for event in launch if isinstance(event, records.Finished | records.Stopped)]
-    failures = [event.reason for event in launch if isinstance(event, records.WorkerFailed)]
-    recoveries = [event for event in launch if isinstance(event, records.Recovered) and event.failures]
-    saved = [event.path for event in events if isinstance(event, records.Saved)]
-    steps = [known.steps[step] for step in sorted(known.steps)]
-    last_evaluation = known.evaluations[max(known.evaluations)] if known.evaluations else None
-    reached = [*known.steps, *(event.step for event in ends), *(event.step for event in known.skipped)]
-    return Summary(
-        recoveries=len(recoveries),
-        steps_lost=sum(event.steps_lost for event in recoveries),
-        seconds_lost=sum(event.seconds for event in recoveries),
-        steps=max(reached, default=0),
-        planned=started.steps if started else 0,
-        loss=steps[-1].loss if steps else None,
-        first_loss=steps[0].loss if steps else None,
-        eval_loss=last_evaluation.loss if last_evaluation else None,
-        eval_sources=last_evaluation.sources if last_evaluation else {},
-        expert_load=steps[-1].expert_load if steps else None,
-        tokens=sum(step.tokens for step in steps),
-        tokens_per_second=_warm_median([step.tokens_per_second for step in known.launch]),
-        mfu=_warm_median([step.mfu for step in known.launch]),
-        steps_skipped=len(known.skipped),
-        step_seconds=_warm_median([step.seconds for step in known.launch]),
-        promise=started.promise if started else None,
-        memory=max((step.memory for step in known.launch), default=None),
-        seconds=launch[-1].time - launch[0].time if launch else 0.0,
-        ranks=started.ranks if started else 0,
-        parameters=started.parameters if started else 0,
-        checkpoint=saved[-1] if saved else None,
-        finished=any(isinstance(event, records.Finished) for event in ends),
-        failure=failures[0] if failures else None,
-    )
 
 
 def _warm_median(values: Sequence[float | None]) -> float | None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from phalanx.dashboard.progress import event_line
-from phalanx.dashboard.summary import summarize
+from phalanx.dashboard.summary import Summary
 from phalanx.events.records import (
     ControllerChanged,
     Corrupted,
@@ -86,10 +86,10 @@ def test_the_summary_counts_what_failures_cost(step: Make, started: Make) -> Non
         recovered(step=4, failures=[2, 3], seconds=2.0),
         recovered(step=4, failures=[], action="grow", seconds=50.0),  # nodes came: nothing had failed
     ]
-    summary = summarize([*earlier, *last])
+    summary = Summary([*earlier, *last])
     assert (summary.recoveries, summary.steps_lost, summary.seconds_lost) == (2, 1, 2.5)
     assert (summary.steps, summary.tokens) == (4, 4 * last[1].tokens), "a step that was taken twice counts once"
     table = summary.to_json("run")
     assert (table["recoveries"], table["steps_lost"], table["seconds_lost"]) == (2, 1, 2.5)
-    untroubled = summarize([started(), step(1)])
+    untroubled = Summary([started(), step(1)])
     assert (untroubled.recoveries, untroubled.steps_lost, untroubled.seconds_lost) == (0, 0, 0.0)
