@@ -18,7 +18,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from phalanx.rehearsal.gpu_kernels import CARDS, RehearsalDevice
+from phalanx.rehearsal.fake_gpu import CARDS, RehearsalDevice
 from phalanx.rehearsal.rehearse import rehearse
 from phalanx.rehearsal.result import Rehearsal
 from phalanx.spec.layout import Layout

@@ -171,8 +171,7 @@ def diff(
 ) -> None:
     """Compare two checkpoints of any layouts, tensor by tensor. The exit code is 1 if any bit differs."""
     places = locate(a), locate(b)
-    from phalanx.checkpointing.checkpoint_diff import Difference, compare, compare_metadata
-    from phalanx.checkpointing.restore import CheckpointReader
+    from phalanx.checkpointing.restore import CheckpointReader, Difference, compare, compare_metadata
 
     one_, other = (CheckpointReader(place) for place in places)
     different: list[Difference] = []

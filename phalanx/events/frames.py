@@ -1,6 +1,6 @@
 """Authenticated connections between the processes of a run: a handshake that proves the run's token without sending it, then JSON messages
 that are each sealed (HMAC) with a key of the connection. Used by `control/channel` (asyncio), `parallel/store` (blocking) and
-`checkpointing/replicas/replica_protocol` (handshake only).
+`checkpointing/replicas/replica_server` (handshake only).
 
 The server sends a 32-byte nonce; the client answers with its own nonce and its proof, and receives the server's proof. Before that only
 these fixed sizes are read. A seal covers the direction and number of a message, so changed, repeated, dropped or foreign messages are

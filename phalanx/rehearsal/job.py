@@ -21,7 +21,7 @@ from phalanx.planning.machine_fit import CPU_SHARE
 from phalanx.planning.machines.hardware import planned
 from phalanx.planning.planner import plan_run, search
 from phalanx.planning.request import PlanRequest
-from phalanx.rehearsal.gpu_kernels import RehearsalDevice, card
+from phalanx.rehearsal.fake_gpu import RehearsalDevice, card
 from phalanx.rehearsal.rehearse import rehearse
 from phalanx.schedules.makers import schedule_for
 from phalanx.schedules.stage_split import cut, flop_costs

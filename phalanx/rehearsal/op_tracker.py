@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from phalanx.observe.counters import flops_of, traffic
 from phalanx.rehearsal import fake_gpu
 from phalanx.rehearsal.fake_cache import FakeCache
-from phalanx.rehearsal.gpu_kernels import RehearsalDevice, workspace_bytes
+from phalanx.rehearsal.fake_gpu import RehearsalDevice, workspace_bytes
 from phalanx.rehearsal.ledger import Ledger, ProgramLocation
 from phalanx.rehearsal.result import Message
 

@@ -20,7 +20,7 @@ from torch._subclasses import fake_tensor
 
 from phalanx.parallel.pipeline.rank_actions import rank_actions
 from phalanx.rehearsal import ledger as memory
-from phalanx.rehearsal.gpu_kernels import RehearsalDevice
+from phalanx.rehearsal.fake_gpu import RehearsalDevice
 from phalanx.rehearsal.ledger import COMPONENTS, Ledger, ProgramLocation
 from phalanx.rehearsal.op_tracker import OpTracker
 from phalanx.rehearsal.rehearsed_rank import ASSUMED, Program, rehearsed_program

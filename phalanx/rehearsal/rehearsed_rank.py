@@ -30,7 +30,7 @@ from phalanx.parallel.pipeline.executor import PipelineObserver
 from phalanx.parallel.pipeline.rank_actions import RankAction
 from phalanx.parallel.sharded_model import OwnedParam, ParamShard
 from phalanx.rehearsal import fake_gpu
-from phalanx.rehearsal.gpu_kernels import RehearsalDevice
+from phalanx.rehearsal.fake_gpu import RehearsalDevice
 from phalanx.rehearsal.op_tracker import OpTracker
 from phalanx.spec.plan import Plan
 from phalanx.spec.run import Run

@@ -16,10 +16,9 @@ from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from phalanx.checkpointing.checkpoint_diff import Difference, compare
 from phalanx.checkpointing.find_checkpoint import locate
 from phalanx.checkpointing.replicas import shm_slots
-from phalanx.checkpointing.restore import CheckpointReader
+from phalanx.checkpointing.restore import CheckpointReader, Difference, compare
 from phalanx.events.fault_log import FaultClaims
 from phalanx.events.log import read_events
 from phalanx.events.records import Event, Recovered

@@ -9,8 +9,7 @@ from checkpoints import saved
 from ranks import ALONE, run_ranks
 from torch import Tensor
 
-from phalanx.checkpointing.checkpoint_diff import Difference, compare, compare_metadata
-from phalanx.checkpointing.restore import CheckpointReader
+from phalanx.checkpointing.restore import CheckpointReader, Difference, compare, compare_metadata
 from phalanx.checkpointing.state_tensor import ReplicaGroup, StateTensor
 from phalanx.parallel.mesh import Mesh
 from phalanx.spec.tensor_slice import TensorSlice

@@ -27,8 +27,7 @@ from phalanx.checkpointing.format import RunMetadata
 from phalanx.checkpointing.replicas import replica_index, shm_slots
 from phalanx.checkpointing.replicas.memory_checkpoint import MemoryCopies, SharedStaging
 from phalanx.checkpointing.replicas.replica_index import MemoryLocation
-from phalanx.checkpointing.replicas.replica_protocol import request
-from phalanx.checkpointing.replicas.replica_server import ReplicaServer
+from phalanx.checkpointing.replicas.replica_server import ReplicaServer, request
 from phalanx.checkpointing.restore import load
 from phalanx.checkpointing.state_tensor import ReplicaGroup, StateTensor
 from phalanx.events.frames import Address, Refused

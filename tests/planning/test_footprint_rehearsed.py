@@ -67,7 +67,7 @@ def foretold(run: Run) -> float:
 
 def rehearsed(run: Run) -> int:
     """Of the fullest of the first, a middle and the last pipeline rank."""
-    from phalanx.rehearsal.gpu_kernels import RehearsalDevice, card
+    from phalanx.rehearsal.fake_gpu import RehearsalDevice, card
     from phalanx.rehearsal.rehearse import rehearse
 
     layout, train = run.layout, run.train

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from phalanx.rehearsal import fake_cache, gpu_kernels, op_tracker
+from phalanx.rehearsal import fake_cache, fake_gpu, op_tracker
 from phalanx.rehearsal.rehearsed_rank import rehearsed_program
 from phalanx.spec.layout import Layout
 from phalanx.spec.load import loads
@@ -62,9 +62,9 @@ class Plain:
         return func(*args, **kwargs)
 
 
-def record(run: Run, plan: Plan, card: gpu_kernels.Card | None) -> dict[str, Any]:
+def record(run: Run, plan: Plan, card: fake_gpu.Card | None) -> dict[str, Any]:
     """Every event of a step's memory, every message and operation."""
-    with rehearsed_program(run, plan, plan.layout.ranks - 1, gpu_kernels.RehearsalDevice(card=card)) as (program, seen):
+    with rehearsed_program(run, plan, plan.layout.ranks - 1, fake_gpu.RehearsalDevice(card=card)) as (program, seen):
         program.step(plan.accumulation)
         found: dict[str, Any] = {
             "messages": list(seen.messages),
@@ -86,7 +86,7 @@ def compare(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     layout, settings = CASES[case]
     tiny = TINY.replace("kv_heads = 2\n", "")  # latent attention has none
     run = replace(loads(tiny, overrides=("train.micro_batch=1", "train.batch=4", *settings)), layout=layout)
-    card = gpu_kernels.CARDS["h200"] if case != "zero 3, uneven, bf16 states" else None
+    card = fake_gpu.CARDS["h200"] if case != "zero 3, uneven, bf16 states" else None
     plan = Plan(
         layout=layout,
         device="cuda" if card else "cpu",

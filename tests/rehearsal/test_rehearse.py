@@ -17,9 +17,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from phalanx.observe.comm_timer import COMM_TIMER
 from phalanx.planning.search.candidate import Candidate
-from phalanx.rehearsal import gpu_kernels
+from phalanx.rehearsal import fake_gpu
 from phalanx.rehearsal import rehearse as rehearsing
-from phalanx.rehearsal.gpu_kernels import RehearsalDevice
+from phalanx.rehearsal.fake_gpu import RehearsalDevice
 from phalanx.rehearsal.job import distinct_ranks, rehearsal_job
 from phalanx.rehearsal.rehearse import rehearse
 from phalanx.rehearsal.rehearsed_rank import rehearsed_program
@@ -30,7 +30,7 @@ from phalanx.spec.plan import Machine, Plan
 from phalanx.spec.run import Memory, Run
 from phalanx.transforms.activations import MOVED
 
-H200 = gpu_kernels.CARDS["h200"]
+H200 = fake_gpu.CARDS["h200"]
 HERE = Machine(host="here", cpu="a cpu", cores=2, memory=8 << 30)
 GPU = ("cluster.gpu=h100-sxm",)
 
@@ -198,7 +198,7 @@ def test_a_compiled_run_is_rehearsed_uncompiled_and_says_so() -> None:
 
 def test_chosen_kernels_are_those_of_an_h200() -> None:
     def kernel(dtype: torch.dtype, widths: tuple[int, int] = (128, 128), **how: bool) -> str:
-        return gpu_kernels.kernel(H200, dtype, widths=widths, **{"masked": False, "grouped": False} | how)
+        return fake_gpu.kernel(H200, dtype, widths=widths, **{"masked": False, "grouped": False} | how)
 
     assert (
         kernel(torch.bfloat16)

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from phalanx.rehearsal.gpu_kernels import CARDS, RehearsalDevice
+from phalanx.rehearsal.fake_gpu import CARDS, RehearsalDevice
 from phalanx.rehearsal.rehearse import rehearse
 from phalanx.rehearsal.result import Rehearsal
 from phalanx.schedules.makers import make

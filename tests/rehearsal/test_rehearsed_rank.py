@@ -9,7 +9,7 @@ import pytest
 from ranks import run_ranks, tiny_run, tiny_trainer
 
 from phalanx.parallel.mesh import Mesh
-from phalanx.rehearsal.gpu_kernels import RehearsalDevice
+from phalanx.rehearsal.fake_gpu import RehearsalDevice
 from phalanx.rehearsal.rehearse import rehearse
 from phalanx.rehearsal.result import sums
 from phalanx.spec.layout import Layout

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from phalanx.checkpointing.format import RankFile, RunMetadata, encode_header
-from phalanx.checkpointing.replicas.replica_protocol import request
+from phalanx.checkpointing.replicas.replica_server import request
 from phalanx.checkpointing.replicas.shm_slots import ADDRESS, HANDOFF_SLOT, SLOTS, RankCopy, SlotDir
 from phalanx.checkpointing.save import Ballot, Ranks, Staging, failure_text, rank_file
 from phalanx.checkpointing.state_tensor import StateTensor, WrittenBox, as_state_tensors, written_boxes

@@ -19,7 +19,7 @@ from typing import Any
 from phalanx.checkpointing import directory
 from phalanx.checkpointing.format import sidecar_name
 from phalanx.checkpointing.location import Local, Location
-from phalanx.checkpointing.replicas.replica_protocol import request
+from phalanx.checkpointing.replicas.replica_server import request
 from phalanx.checkpointing.replicas.shm_slots import RankCopy, SlotDir, machine_id
 from phalanx.events.frames import Address
 
