@@ -6,7 +6,8 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
 
-from phalanx.control.controller_state import Control, Generation, NodeServices
+from phalanx.control.controller_state import Control, Generation
+from phalanx.control.election import NodeServices
 from phalanx.control.protocol import Order
 from phalanx.spec.layout import Layout
 from phalanx.spec.plan import Plan

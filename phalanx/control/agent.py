@@ -44,7 +44,7 @@ _LAST_WORDS = 0.02  # seconds after a worker's death in which its last report is
 
 
 class Agent:
-    """The agent of one node of one run. Serves its parts as `NodeServices`, `FollowerNode` and `FaultyNode`."""
+    """The agent of one node of one run. Serves its parts as `NodeServices` and `FaultyNode`."""
 
     def __init__(self, settings: protocol.AgentSettings):
         self.rundir = RunDir(Path(settings.run_dir))
@@ -148,7 +148,7 @@ class Agent:
             self.stopping = reason
             for worker in self.workers.values():
                 worker.send(protocol.Stop(reason=reason))
-            self.report(protocol.StopRequested(reason=reason))
+            self.report(protocol.Stop(reason=reason))
 
     # --- connections and reports ---
 
@@ -257,7 +257,7 @@ class Agent:
     async def _begin(self, order: protocol.BeginGeneration) -> None:
         """Start this node's ranks of a generation: survivors by name, the others forked now. Workers without a rank are killed."""
         self.last_begin = order
-        names = {rank: slot.worker for rank, slot in enumerate(order.ranks) if slot.node == self.node}
+        names = {rank: order.workers[rank] for rank, node in enumerate(order.assignment) if node == self.node}
         survivors = {name for name in names.values() if name is not None}
         for worker in self.workers.values():
             if worker.name not in survivors and worker.exit_code is None:
@@ -285,7 +285,7 @@ class Agent:
         assert worker.rank is not None
         place = Place(
             rank=worker.rank,
-            ranks=len(order.ranks),
+            ranks=len(order.assignment),
             local_rank=worker.slot,
             store=(order.store[0], order.store[1]),
             replica_folder=str(self.replica_process.folder),

@@ -14,7 +14,8 @@ from dataclasses import replace
 
 from phalanx.control import protocol
 from phalanx.control.channel import Channel
-from phalanx.control.controller_state import Control, Generation, Member, NodeServices, RecoveryRecord
+from phalanx.control.controller_state import Control, Generation, Member, RecoveryRecord
+from phalanx.control.election import NodeServices
 from phalanx.control.recover import Recovery, Replanner
 from phalanx.control.watchdog import Watchdog, worker_failure
 from phalanx.events.heartbeat import Beat
@@ -75,7 +76,7 @@ class Controller(Control):
                 generation.names |= {int(rank): name for rank, name in report.names.items()}
             case protocol.RankDied():
                 self._on_rank_died(report)
-            case protocol.StopRequested():
+            case protocol.Stop():
                 self._on_stop_requested(report.reason)
             case protocol.ReplicaServerMoved():
                 host, port = report.address
@@ -87,12 +88,9 @@ class Controller(Control):
         state, node = self.state, join.node
         host, port = join.replica_server
         known = state.members.get(node)
-        if known is not None and known.name != join.name:
+        if known is not None and known.join.name != join.name:
             self.lose_node(node, "it was started again")
-        state.members[node] = Member(node, join.name, join.slots, (host, port), channel, time.monotonic())
-        state.joins[node] = join
-        if join.last_begin is not None:
-            state.begins.append(join.last_begin)
+        state.members[node] = Member(join, (host, port), channel, time.monotonic())
         if join.stopping is not None:
             self._on_stop_requested(join.stopping)
         generation = state.generation
@@ -103,7 +101,7 @@ class Controller(Control):
         working = [worker for worker in join.workers.values() if worker.exit_code is None]
         if channel is not None and any(not ours or worker.generation != generation.number for worker in working):
             channel.post(protocol.encode(protocol.Evict(term=self.term)))
-        elif known is not None and known.name == join.name:
+        elif known is not None and known.join.name == join.name:
             ranks = {worker.rank for worker in join.workers.values() if worker.generation == generation.number}
             self._on_reconnect(node, ranks)
         state.joined.add(node)
@@ -194,35 +192,34 @@ class Controller(Control):
 async def _start(control: Control) -> None:
     """Start the first generation once all nodes have joined; if another controller led before, take over its generation."""
     state, agent = control.state, control.agent
-    expected = range(agent.nodes)
-    if agent.last_begin is None:
-        await control.until(lambda: all(node in state.members for node in expected) or bool(state.begins), _JOIN_TIMEOUT)
-    if agent.last_begin is None and not state.begins:
-        missing = [node for node in expected if node not in state.members]
-        if missing:
+    expected = set(range(agent.nodes))
+    await control.until(lambda: expected <= state.members.keys() or state.newest_begin is not None, _JOIN_TIMEOUT)
+    newest = state.newest_begin
+    if newest is None:
+        if missing := expected - state.members.keys():
             logs = agent.rundir.logs
-            control.end(1, f"node {missing[0]} did not start within {_JOIN_TIMEOUT:.0f} s: see its log in {logs}.")
+            control.end(1, f"node {min(missing)} did not start within {_JOIN_TIMEOUT:.0f} s: see its log in {logs}.")
         else:
             await _begin_first(control)
         return
-    newest = max(state.begins, key=lambda begin: begin.generation)
-    nodes = {slot.node for slot in newest.ranks} - {newest.author}
-    await control.until(lambda: nodes <= set(state.members), _TAKEOVER_TIMEOUT)
+    nodes = {*newest.assignment} - {newest.author}
+    await control.until(lambda: nodes <= state.members.keys(), _TAKEOVER_TIMEOUT)
     # Spare nodes, too: one that joined a moment later would be too late to replace a lost node.
     others = set(agent.terms.announced()) - {newest.author}
-    await control.until(lambda: others <= set(state.members), _SPARES_TIMEOUT)
-    unrecovered = _read_history(control)
+    await control.until(lambda: others <= state.members.keys(), _SPARES_TIMEOUT)
+    events = _launch_events(control)
+    unrecovered = _read_history(control, events)
     agent.emit(ControllerChanged(term=control.term, node=agent.node))
-    _take_over(control, newest)
+    _take_over(control, newest, events)
     if state.events and unrecovered:  # the previous controller had begun to recover from them
         state.recovery = RecoveryRecord(unrecovered[0].time, [event.number for event in unrecovered])
 
 
-def _read_history(control: Control) -> list[FailureNoticed]:
-    """Read the failures of this launch from the event log, so that repeated ones are recognized. Returns those not recovered from."""
+def _read_history(control: Control, events: list[Event]) -> list[FailureNoticed]:
+    """Read the failures of this launch from its records, so that repeated ones are recognized. Returns those not recovered from."""
     state = control.state
     unrecovered: dict[int, FailureNoticed] = {}
-    for event in _launch_events(control):
+    for event in events:
         if isinstance(event, FailureNoticed):
             unrecovered[event.number] = event
             state.failures = max(state.failures, event.number)
@@ -250,20 +247,18 @@ async def _begin_first(control: Control) -> None:
     await control.begin(agent.plan, assignment, {}, protocol.StateSource(in_memory=False))
 
 
-def _take_over(control: Control, begin: protocol.BeginGeneration) -> None:
+def _take_over(control: Control, begin: protocol.BeginGeneration, events: list[Event]) -> None:
     """Continue with the generation that another controller began, from what the agents report about it."""
     state = control.state
-    generation = Generation(begin.generation, begin.plan, tuple(slot.node for slot in begin.ranks), begin.term)
-    state.generation = generation
-    for node, join in state.joins.items():
-        for name, worker in join.workers.items():
+    generation = state.generation = Generation(begin.generation, begin.plan, tuple(begin.assignment), begin.term)
+    for node, member in state.members.items():
+        for name, worker in member.join.workers.items():
             if worker.generation == generation.number and worker.rank is not None:
                 generation.names[worker.rank] = name
                 if worker.exit_code is not None:
                     generation.ended[worker.rank] = worker.exit_code
         if node not in generation.assignment:
             state.joined.add(node)
-    events = _launch_events(control)
     if any(isinstance(event, Finished) for event in events):
         control.end(0)
         return

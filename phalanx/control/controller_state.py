@@ -6,19 +6,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
 
 from phalanx.checkpointing.replicas import replica_index, shm_slots
 from phalanx.control import protocol
 from phalanx.control.channel import Channel
-from phalanx.control.election import Terms
+from phalanx.control.election import NodeServices
 from phalanx.control.processes import BYTES_PER_PARAMETER
 from phalanx.control.store_server import KeyValueStore
+from phalanx.events.frames import Address
 from phalanx.events.heartbeat import Beat
-from phalanx.events.records import Event
-from phalanx.events.rundir import RunDir
 from phalanx.recovery import state as policy
 from phalanx.recovery.relayout import replicated_elsewhere
 from phalanx.recovery.state import Failure, Node, NodeJoined, Situation
@@ -36,10 +34,8 @@ _MEMORY_FRACTION = 0.4  # part of the free memory that replicas may take which n
 class Member:
     """A node that has joined the run."""
 
-    node: int
-    name: str
-    slots: int
-    replica_server: tuple[str, int]
+    join: protocol.Join
+    replica_server: Address
     channel: Channel | None
     """None: the controller's own node."""
     last_heard: float
@@ -192,9 +188,6 @@ class ControllerState:
     """The running generation only saves."""
     copy_every: int | None = None
     """Steps between two replicas of the state in host memory; None: no replicas."""
-    joins: dict[int, protocol.Join] = field(default_factory=dict)
-    begins: list[protocol.BeginGeneration] = field(default_factory=list)
-    """Newest generations that joining nodes know of."""
     question: int = 0
     """Number of the last question to the ranks where they are."""
     locations: dict[int, protocol.RankLocation] = field(default_factory=dict)
@@ -221,10 +214,16 @@ class ControllerState:
             batch=batch,
         )
 
-    def nodes(self) -> tuple[Node, ...]:
-        return tuple(Node(member.node, member.slots) for _, member in sorted(self.members.items()))
+    @property
+    def newest_begin(self) -> protocol.BeginGeneration | None:
+        """The newest generation that any node knows of."""
+        begins = [member.join.last_begin for member in self.members.values() if member.join.last_begin is not None]
+        return max(begins, key=lambda begin: begin.generation, default=None)
 
-    def replica_servers(self) -> list[tuple[str, int]]:
+    def nodes(self) -> tuple[Node, ...]:
+        return tuple(Node(number, member.join.slots) for number, member in sorted(self.members.items()))
+
+    def replica_servers(self) -> list[Address]:
         return [member.replica_server for member in self.members.values()]
 
     def take_events(self) -> list[policy.Event]:
@@ -233,29 +232,6 @@ class ControllerState:
         self.events.clear()
         self.joined.clear()
         return events
-
-
-class NodeServices(Protocol):
-    """What a controller needs from the agent of the node it runs on."""
-
-    run: Run
-    plan: Plan
-    rundir: RunDir
-    node: int
-    nodes: int
-    name: str
-    token: str
-    address: tuple[str, int]
-    terms: Terms
-    stores: dict[int, KeyValueStore]
-    last_begin: protocol.BeginGeneration | None
-    stopping: str | None
-    outcome: protocol.Outcome | None
-
-    def emit(self, event: Event) -> None: ...
-    def spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]: ...
-    async def obey(self, order: protocol.Order) -> None: ...
-    def finish(self, outcome: protocol.Outcome) -> None: ...
 
 
 class Control:
@@ -307,10 +283,10 @@ class Control:
         if self.stalled:
             return  # the reports of the others are still waiting to be read
         now = time.monotonic()
-        for member in list(self.state.members.values()):
+        for node, member in list(self.state.members.items()):
             if member.channel is not None and now - member.last_heard > self.settings.heartbeat:
                 member.channel.close()
-                self.lose_node(member.node, f"no sign of life for {now - member.last_heard:.1f} s")
+                self.lose_node(node, f"no sign of life for {now - member.last_heard:.1f} s")
 
     @property
     def stalled(self) -> bool:
@@ -381,7 +357,8 @@ class Control:
             protocol.BeginGeneration(
                 generation=number,
                 plan=plan,
-                ranks=[protocol.RankSlot(node=node, worker=names.get(rank)) for rank, node in enumerate(assignment)],
+                assignment=list(assignment),
+                workers=[names.get(rank) for rank in range(len(assignment))],
                 source=source,
                 store=list(self.agent.address),
                 copy_every=state.copy_every,

@@ -14,12 +14,18 @@ import os
 import re
 import stat
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
 from typing import Any, Protocol
 
 from phalanx.control import protocol
 from phalanx.control.channel import Channel, connect
+from phalanx.control.store_server import KeyValueStore
+from phalanx.events.frames import Address
+from phalanx.events.records import Event
+from phalanx.events.rundir import RunDir
+from phalanx.spec.plan import Plan
+from phalanx.spec.run import Run
 
 _NUMBER = r"([0-9]{5}|[1-9][0-9]{5,8})"  # one spelling for each number
 _TERM, _NODE = re.compile(f"term-{_NUMBER}"), re.compile(rf"node-{_NUMBER}\.json")
@@ -119,24 +125,34 @@ def _read(path: Path) -> dict[str, Any] | None:
     return table if isinstance(table, dict) else None
 
 
-class FollowerNode(Protocol):
-    """What a `LeaderClient` needs from the agent of its node."""
+class NodeServices(Protocol):
+    """What the parts of a node, its controller and its `LeaderClient`, need from its agent."""
 
+    run: Run
+    plan: Plan
+    rundir: RunDir
     node: int
+    nodes: int
     name: str
     token: str
+    address: Address
     terms: Terms
+    stores: dict[int, KeyValueStore]
+    stopping: str | None
     outcome: protocol.Outcome | None
 
+    def emit(self, event: Event) -> None: ...
+    def spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]: ...
     def join_report(self) -> protocol.Join: ...
     def reachable(self, node: int) -> bool: ...
     async def obey(self, order: protocol.Order) -> None: ...
+    def finish(self, outcome: protocol.Outcome) -> None: ...
 
 
 class LeaderClient:
     """Follows the author of the newest term; if that node is lost, the living nodes claim the next term in turn."""
 
-    def __init__(self, agent: FollowerNode, heartbeat: float, lead: Callable[[int], Awaitable[None]]):
+    def __init__(self, agent: NodeServices, heartbeat: float, lead: Callable[[int], Awaitable[None]]):
         """`heartbeat`: seconds without a sign of life after which a controller is lost. `lead` runs a controller for a term."""
         self._agent, self._heartbeat, self._lead = agent, heartbeat, lead
         self._channel: Channel | None = None

@@ -104,14 +104,6 @@ class StateSource(Message):
     """Memory: host and port of every replica server."""
 
 
-class RankSlot(Message):
-    """The process of one rank of a new generation."""
-
-    node: int
-    worker: str | None
-    """Name of the surviving process that becomes this rank; None: a new process."""
-
-
 class WorkerInfo(Message):
     """What an agent tells a new controller about one of its worker processes."""
 
@@ -173,8 +165,10 @@ class BeginGeneration(Order):
 
     generation: int
     plan: Plan
-    ranks: list[RankSlot]
-    """By rank."""
+    assignment: list[int]
+    """Node of each rank."""
+    workers: list[str | None]
+    """For each rank the name of the surviving process that becomes it; None: a new process."""
     source: StateSource
     store: list[Any]
     """Host and port of the generation's key-value store."""
@@ -238,7 +232,7 @@ class Evict(Order):
 
 
 class Stop(Order):
-    """Save and end."""
+    """Save and end. Also the report of a node that was asked to."""
 
     reason: str
 
@@ -404,10 +398,4 @@ class RankInspected(Message):
     stack: str | None
 
 
-class StopRequested(Message):
-    """The node was asked to stop."""
-
-    reason: str
-
-
-Report = Join | RanksBegan | RankDied | Beats | ReplicaServerMoved | RankInspected | StopRequested | RankReport
+Report = Join | RanksBegan | RankDied | Beats | ReplicaServerMoved | RankInspected | Stop | RankReport

@@ -77,7 +77,7 @@ class Watchdog:
         state.recovery = None
         agent.spawn(discard_replicas(self._control, generation.number))
         if generation.plan.layout != state.wanted:  # nodes with free slots may allow the run to grow
-            free = {node for node, member in state.members.items() if generation.assignment.count(node) < member.slots}
+            free = {node for node, member in state.members.items() if generation.assignment.count(node) < member.join.slots}
             state.joined |= free | state.joined_during_recovery
         state.joined_during_recovery.clear()
 

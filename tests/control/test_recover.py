@@ -16,7 +16,7 @@ from phalanx.checkpointing.replicas import replica_index
 from phalanx.checkpointing.replicas.replica_index import Replica, ReplicaState
 from phalanx.checkpointing.replicas.shm_slots import RankCopy
 from phalanx.control.controller_state import Generation, Member, copy_every
-from phalanx.control.protocol import HandedOff, HandOff, Order, ReplicasDiffer, StateSource, SurvivorReport
+from phalanx.control.protocol import HandedOff, HandOff, Join, Order, ReplicasDiffer, StateSource, SurvivorReport
 from phalanx.control.recover import Recovery, Replanner, failure_noticed
 from phalanx.planning.planner import choose
 from phalanx.spec.layout import Layout
@@ -35,7 +35,7 @@ class Ranks(OrdersKept):
         self.current, self.covered = current, covered
         self.discarded = 0
         for node in (0, 1):
-            self.state.members[node] = Member(node, f"{node}-x", 1, ("127.0.0.1", 1000 + node), None, 0.0)
+            self.state.members[node] = Member(cast(Join, None), ("127.0.0.1", 1000 + node), None, 0.0)
 
     def _discard(self, work: Coroutine[Any, Any, Any]) -> None:
         work.close()
