@@ -61,7 +61,7 @@ class Agent:
         self.workers: dict[str, Worker] = {}
         self.stopping: str | None = None
         self.outcome: protocol.Outcome | None = None
-        self.fork_client = ForkClient(self.rundir, self.plan)
+        self.fork_client = ForkClient(self.rundir, self.plan, self._on_fork_server_failure)
         self._log = EventLog(self.rundir.events_file)
         self._controller: Controller | None = None
         self._leader = LeaderClient(self, self.run.resilience.heartbeat, self._lead)
@@ -70,13 +70,12 @@ class Agent:
         self._refused, self._refusal_recorded = 0, 0.0
         self._over = asyncio.Event()
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._faults = NodeFaults(self, self._chaos) if self._chaos else None
+        self._faults = NodeFaults(self, self._chaos)
 
     # --- the life of the node ---
 
     async def live(self) -> None:
         """Run until the run is over."""
-        self.fork_client.on_failure = self._on_fork_server_failure
         self.fork_client.start()
         # In parallel to loading torch, which takes longer.
         self.replica_process = await asyncio.to_thread(ReplicaProcess, self.rundir, self.node, self._bind, self.token)
@@ -95,16 +94,14 @@ class Agent:
             await worker.gone.wait()
         await listener.close()
         self.replica_process.close()
-        if self._faults is not None:
-            self._faults.close()
+        self._faults.close()
         self._log.close()
 
     async def _follow(self) -> None:
-        await self.fork_client.ready()
+        await self.fork_client.ready.wait()
         await self._leader.follow()
 
     async def _lead(self, term: int) -> None:
-        """Be the controller of this term."""
         self._controller = Controller(self, term)
         try:
             self._controller.receive(self.node, self.join_report())
@@ -112,12 +109,10 @@ class Agent:
         finally:
             self._controller = None
 
-    def _on_fork_server_failure(self, reason: str) -> None:
-        """No worker can be started on this node."""
+    def _on_fork_server_failure(self, reason: str, log: str) -> None:
         if self.last_begin is not None:
             os._exit(70)  # the others see a lost node
-        message, _, log = reason.partition("\n")
-        self.finish(protocol.Outcome(code=1, reason=message, traceback=log))
+        self.finish(protocol.Outcome(code=1, reason=reason, traceback=log))
 
     def spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         """Start a task whose failure ends this process instead of passing unseen."""
@@ -171,7 +166,7 @@ class Agent:
 
     def reachable(self, node: int) -> bool:
         """Whether no injected fault separates this node from that one."""
-        return self._faults is None or self._faults.reachable(node)
+        return self._faults.reachable(node)
 
     def drop_link(self, node: int) -> None:
         """Injected fault: the link to another node breaks."""
@@ -215,8 +210,7 @@ class Agent:
                     continue
                 beats[str(worker.rank)] = beat._replace(since=now - beat.since)
             self.report(protocol.Beats(beats=beats))
-            if self._faults is not None:
-                self._faults.on_step(max((beat.step for beat in beats.values()), default=-1))
+            self._faults.on_step(max((beat.step for beat in beats.values()), default=-1))
             await asyncio.sleep(_BEAT)
 
     # --- orders ---

@@ -232,7 +232,6 @@ def _read_history(control: Control, events: list[Event]) -> list[FailureNoticed]
 
 
 async def _begin_first(control: Control) -> None:
-    """Begin the first generation of a launch."""
     state, agent = control.state, control.agent
     assignment = initial_assignment(agent.plan.layout, state.nodes())
     state.joined.clear()

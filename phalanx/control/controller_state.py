@@ -140,10 +140,12 @@ class Generation:
         can_apply = [rank for rank, report in usable.items() if report.step == step - 1 and report.prepared]
         return step, sorted(have + can_apply), newest
 
+    def stage(self, rank: int) -> int:
+        """Index of a rank in its pipeline."""
+        return rank // (self.ranks // self.plan.layout.pipeline)
+
     def covers_all_stages(self, ranks: list[int]) -> bool:
-        """Whether these ranks include one of each pipeline rank."""
-        per_stage = self.ranks // self.plan.layout.pipeline
-        return len({rank // per_stage for rank in ranks}) == self.plan.layout.pipeline
+        return len(set(map(self.stage, ranks))) == self.plan.layout.pipeline
 
 
 @dataclass(slots=True)
@@ -331,6 +333,11 @@ class Control:
             own = location.report.get("stack") if location is not None else None
             stacks[rank] = own or (inspection.stack if inspection is not None else None) or ""
         return stacks
+
+    def kill_hung(self, ranks: list[int], reason: str, stack: str) -> None:
+        assert self.state.generation is not None
+        failure = protocol.RankFailure(cause="hung", reason=reason, traceback=stack)
+        self.order(protocol.Kill(generation=self.state.generation.number, ranks=ranks, failure=failure))
 
     async def begin(
         self,

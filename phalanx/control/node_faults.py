@@ -1,5 +1,4 @@
-"""Injects the faults of `--chaos` that hit a node, a link, the disk, or stop a process from outside. Created by `control/agent` for runs
-with `--chaos` only."""
+"""Injects the faults of `--chaos` that hit a node, a link, the disk, or stop a process from outside."""
 
 from __future__ import annotations
 
@@ -65,7 +64,6 @@ class NodeFaults:
                 self._inject(fault)
 
     def _is_here(self, fault: Fault) -> bool:
-        """Whether the fault is for this node."""
         if fault.kind == "fill-disk":
             return True
         if fault.kind == "drop-link":

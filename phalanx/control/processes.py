@@ -91,16 +91,16 @@ async def inspect_process(worker: Worker) -> tuple[str | None, str | None]:
 class ForkClient:
     """The connection to the fork server, which is restarted if it dies; the ranks it has forked live on."""
 
-    def __init__(self, rundir: RunDir, plan: Plan):
-        self._rundir, self._plan = rundir, plan
+    def __init__(self, rundir: RunDir, plan: Plan, on_failure: Callable[[str, str], None]):
+        """`on_failure` is called with the reason and the log when the fork server cannot be started."""
+        self._rundir, self._plan, self._on_failure = rundir, plan, on_failure
+        self.ready = asyncio.Event()
+        """The fork server has loaded torch."""
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
-        self._ready = asyncio.Event()
         self._requests: dict[str, asyncio.Future[int]] = {}
         self._closed = False
         self._failed_starts = 0
-        self.on_failure: Callable[[str], None] = lambda reason: None
-        """Called when the fork server cannot be started."""
 
     def start(self) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -117,7 +117,7 @@ class ForkClient:
             )
         ours.setblocking(False)
         self._control = ours
-        self._ready.clear()
+        self.ready.clear()
         asyncio.get_running_loop().add_reader(ours.fileno(), self._on_readable, ours)
 
     @property
@@ -135,7 +135,7 @@ class ForkClient:
             self._on_death(control)
             return
         message = json.loads(packet)
-        self._ready.set()
+        self.ready.set()
         self._failed_starts = 0
         if "pid" in message and (request := self._requests.pop(message["worker"], None)) is not None and not request.done():
             request.set_result(message["pid"])
@@ -147,8 +147,8 @@ class ForkClient:
             if not request.done():
                 request.set_exception(ConnectionError("the process that starts the workers has ended"))
         self._requests.clear()
-        was_ready = self._ready.is_set()
-        self._ready.clear()
+        was_ready = self.ready.is_set()
+        self.ready.clear()
         assert self._process is not None
         code = self._process.wait()
         if self._closed:
@@ -158,16 +158,12 @@ class ForkClient:
             self.start()
         else:
             log = (self._rundir.logs / "launch.log").read_text(errors="replace")[-4000:]
-            self.on_failure(f"The process that starts the workers ended with exit code {code}.\n{log}")
-
-    async def ready(self) -> None:
-        """Wait until the fork server has loaded torch."""
-        await self._ready.wait()
+            self._on_failure(f"The process that starts the workers ended with exit code {code}.", log)
 
     async def fork(self, name: str, slot: int, page: Path, on_report: Callable[[Worker, RankReport], None]) -> Worker:
         """Fork a new worker, in milliseconds once the fork server is ready. `page`: its heartbeat."""
         while True:
-            await self.ready()
+            await self.ready.wait()
             ours, theirs = socket.socketpair()
             request: asyncio.Future[int] = asyncio.get_running_loop().create_future()
             self._requests[name] = request

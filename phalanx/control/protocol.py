@@ -187,16 +187,13 @@ class Halt(Order):
 
 
 class HandOff(Order):
-    """The contributors bring their state to `step` and copy it into host memory for the next generation."""
+    """The contributors bring their state to the newest step and copy it into host memory for the next generation."""
 
     generation: int
     contributors: list[int]
-    step: int
-    divisor: float | None
-    bad: float | None
-    """What the step was applied with, for ranks that have not applied it yet."""
-    reporter: int
-    """The rank that writes step records which may have been lost with rank 0."""
+    newest: SurvivorReport
+    """Of a rank that has applied the step, with what the others need to apply it. This rank writes step records which may have been
+    lost with rank 0."""
 
 
 class Pause(Order):

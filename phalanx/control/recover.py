@@ -146,9 +146,7 @@ class Recovery:
         late = missing()
         stacks = await self._control.stacks(generation, late)
         for rank in late:
-            reason = f"rank {rank} did not give up its step within {_HALT_TIMEOUT:.0f} s"
-            failure = protocol.RankFailure(cause="hung", reason=reason, traceback=stacks.get(rank, ""))
-            self._control.order(protocol.Kill(generation=generation.number, ranks=[rank], failure=failure))
+            self._control.kill_hung([rank], f"rank {rank} did not give up its step within {_HALT_TIMEOUT:.0f} s", stacks[rank])
         await self._control.until(lambda: not missing(), _HALT_TIMEOUT)
 
     async def _choose_source(self, generation: Generation) -> protocol.StateSource:
@@ -186,16 +184,7 @@ class Recovery:
         if not generation.covers_all_stages(contributors):
             return None
         generation.handed_off.clear()
-        self._control.order(
-            protocol.HandOff(
-                generation=generation.number,
-                contributors=contributors,
-                step=step,
-                divisor=newest.divisor,
-                bad=newest.bad,
-                reporter=newest.rank,
-            )
-        )
+        self._control.order(protocol.HandOff(generation=generation.number, contributors=contributors, newest=newest))
         done = await self._control.until(
             lambda: bool(state.events) or all(rank in generation.handed_off for rank in contributors), _HAND_OFF_TIMEOUT
         )

@@ -157,8 +157,7 @@ class HangDetector:
         self._generation, self._steps_compared = generation.number, 0
         if self._compiles:
             self._timeouts.restart()  # the first step of a generation compiles again
-        per_stage = generation.ranks // generation.plan.layout.pipeline
-        stages = {rank: rank // per_stage for rank in range(generation.ranks)}
+        stages = {rank: generation.stage(rank) for rank in range(generation.ranks)}
         self._stragglers = Stragglers(self._control.settings.straggler, stages)
         self._extended.clear()
 
@@ -186,7 +185,7 @@ class HangDetector:
         if diagnosis.culprits and (diagnosis.certain or twice_late):
             for culprit in diagnosis.culprits:
                 generation.beats.pop(culprit, None)
-            self._kill(generation, list(diagnosis.culprits), diagnosis.message, diagnosis.stack)
+            self._control.kill_hung(list(diagnosis.culprits), diagnosis.message, diagnosis.stack)
         elif phase == "starting" and not diagnosis.culprits:
             reason = f"ranks did not come together within {silent:.0f} s"
             state.events.append(Failure("connection lost", None, generation.step, reason))
@@ -195,24 +194,20 @@ class HangDetector:
         elif diagnosis.cut_off:
             state.events.append(Failure("connection lost", None, generation.step, diagnosis.message))
         elif generation.ranks == 1:
-            self._kill(generation, [0], f"rank 0: {diagnosis.message}", diagnosis.stack)
+            self._control.kill_hung([0], f"rank 0: {diagnosis.message}", diagnosis.stack)
         else:
             self._extended[rank] = 2 * silent  # all ranks compute: the machine is slow, nothing hangs
             self._control.agent.emit(Warned(message=f"No step was completed for {silent:.0f} s, but {diagnosis.message}."))
 
-    def _kill(self, generation: Generation, ranks: list[int], reason: str, stack: str) -> None:
-        failure = protocol.RankFailure(cause="hung", reason=reason, traceback=stack)
-        self._control.order(protocol.Kill(generation=generation.number, ranks=ranks, failure=failure))
-
     def _diagnose(self, generation: Generation, beats: dict[int, Beat]) -> Diagnosis:
-        pipeline, state = generation.plan.layout.pipeline, self._control.state
+        piped, state = generation.plan.layout.pipeline > 1, self._control.state
         reports = []
         for rank in generation.living:
             location, inspection = state.locations.get(rank), state.inspections.get(rank)
             report = Report(
                 rank=rank,
                 node=generation.assignment[rank],
-                stage=rank // (generation.ranks // pipeline) if pipeline > 1 else None,
+                stage=generation.stage(rank) if piped else None,
                 beat=beats.get(rank),
                 location=location.report if location is not None else None,
                 silent=self._silent(beats[rank]) if rank in beats else 0.0,

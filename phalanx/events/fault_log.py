@@ -88,7 +88,6 @@ def _flag(run_dir: Path) -> Path:
 
 
 def _until(flag: str) -> float:
-    """End of the simulation, in seconds since 1970."""
     try:
         with open(flag) as file:
             return float(file.read() or 0.0)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from phalanx.checkpointing import directory
 from phalanx.checkpointing.location import open_location
+from phalanx.checkpointing.replicas.shm_slots import replace_file
 from phalanx.data.dataset import Dataset, open_dataset
 from phalanx.events.log import read_events
 from phalanx.events.records import Finished
@@ -109,8 +110,8 @@ def prepare(
         resumes, changes = _check_resumption(rundir, planned, data, request)
         if not resumes:  # a resumed run has its weights in its checkpoint
             check_weights(planned.run)
-        _write(rundir.run_file, dump(planned.run))
-        _write(rundir.plan_file, planned.plan.to_json())
+        replace_file(rundir.run_file, dump(planned.run))
+        replace_file(rundir.plan_file, planned.plan.to_json())
         _copy_tokenizer(data.tokenizer.files, rundir.tokenizer)
         return Prepared(planned.run, planned.plan, rundir, resumes, (*changes, *notices))
     except BaseException:
@@ -180,7 +181,6 @@ def _is_import(rundir: RunDir) -> bool:
 
 
 def _is_finished(rundir: RunDir) -> bool:
-    """Whether the run took all its steps."""
     return any(isinstance(event, Finished) for event in read_events(rundir.events_file))
 
 
@@ -234,10 +234,3 @@ def _check_resumption(rundir: RunDir, planned: PlannedRun, data: Dataset, reques
         f"{text}, so the run cannot continue where it stopped: restore the files, continue anyway with "
         "--accept-changed-data, or start again with --fresh or another --run-dir."
     )
-
-
-def _write(path: Path, text: str) -> None:
-    """Write atomically: a run that is killed here must not lose its settings."""
-    partial = path.with_suffix(".partial")
-    partial.write_text(text)
-    os.replace(partial, path)

@@ -63,8 +63,6 @@ class Report:
 
     rank: int
     node: int
-    host: str | None = None
-    """Name of the node, if it has one."""
     stage: int | None = None
     """Pipeline stage, if there are several."""
     beat: Beat | None = None
@@ -112,8 +110,6 @@ def diagnose(reports: Sequence[Report]) -> Diagnosis:
 
 @dataclass(slots=True)
 class _Rank:
-    """An interpreted report."""
-
     report: Report
     operation: str | None
     """The collective it waits in."""
@@ -294,7 +290,7 @@ def _waited(waiting: Sequence[_Rank]) -> str:
 
 def _name(rank: _Rank) -> str:
     report, layer = rank.report, rank.location.get("layer")
-    words = [f"node {report.host if report.host is not None else report.node}"]
+    words = [f"node {report.node}"]
     words += [f"layer {layer}"] if layer else []
     words += [f"pipeline stage {report.stage}"] if report.stage is not None else []
     return f"rank {report.rank} ({', '.join(words)})"

@@ -12,21 +12,14 @@ from statistics import median
 
 from phalanx.events.heartbeat import Beat
 
-_STEPS = 30
-"""Steps whose median is the usual duration."""
-_SUSPICIOUS = 8.0
-"""A step that takes this many times the usual duration is suspicious."""
-_RARE_SECONDS = 60.0
-"""Least timeout of evaluating and saving, whose durations vary."""
+_STEPS = 30  # steps whose median is the usual duration
+_SUSPICIOUS = 8.0  # a step that takes this many times the usual duration is suspicious
+_RARE_SECONDS = 60.0  # least timeout of evaluating and saving, whose durations vary
 
-_WINDOW = 20
-"""Steps over which ranks are compared."""
-_SLOW_STEPS = 15
-"""A rank that is slow in this many of them is a straggler."""
-_RECOVERED_STEPS = 5
-"""A straggler that is slow in at most this many of them is one no longer."""
-_CHANGE = 2.0
-"""A known straggler is reported again when its factor changes by this ratio."""
+_WINDOW = 20  # steps over which ranks are compared
+_SLOW_STEPS = 15  # a rank that is slow in this many of them is a straggler
+_RECOVERED_STEPS = 5  # a straggler that is slow in at most this many of them is one no longer
+_CHANGE = 2.0  # a known straggler is reported again when its factor changes by this ratio
 
 
 class ProgressTimeouts:

@@ -251,13 +251,15 @@ class Rank(RankProgram):
         trainer, covered = self._trainer, False
         assert trainer is not None
         try:
-            if trainer.progress.step < order.step:
-                assert order.divisor is not None and order.bad is not None
-                roll_forward(trainer, order.divisor, order.bad)
+            newest = order.newest
+            assert newest.step is not None
+            if trainer.progress.step < newest.step:
+                assert newest.divisor is not None and newest.bad is not None
+                roll_forward(trainer, newest.divisor, newest.bad)
             covered = hand_off(trainer, order.contributors)
         except (OSError, MemoryError) as error:  # not enough memory: the controller falls back to an older state
             print(f"The state is not handed off: {error}", flush=True)
-        if order.reporter == trainer.mesh.rank:
+        if order.newest.rank == trainer.mesh.rank:
             self._write_missing_steps(trainer)
         self._control.report(protocol.HandedOff(generation=order.generation, covered=covered))
 

@@ -99,7 +99,7 @@ def test_survivors_that_have_everything_are_the_source(choose_source: Choose) ->
     assert (name, source.in_memory, source.generation, source.step, source.ranks) == ("live", True, 4, 8, 1)
     assert source.servers == [["127.0.0.1", 1000], ["127.0.0.1", 1001]]
     order = ranks.hand_off
-    assert (order.contributors, order.step) == ([0], 8)
+    assert (order.contributors, order.newest.step) == ([0], 8)
     assert ranks.discarded == 1, "earlier hand-offs are freed"
 
 
@@ -107,7 +107,8 @@ def test_survivors_that_are_behind_get_the_values_of_the_applied_step(choose_sou
     ranks = Ranks(generation(7, 8, prepared=(0,)))
     _, source = choose_source(ranks)
     order = ranks.hand_off
-    assert (order.contributors, order.step, order.divisor, order.bad, order.reporter) == ([0, 1], 8, 1.5, 0.0, 1)
+    newest = order.newest
+    assert (order.contributors, newest.step, newest.divisor, newest.bad, newest.rank) == ([0, 1], 8, 1.5, 0.0, 1)
     assert (source.step, source.ranks) == (8, 2)
 
 

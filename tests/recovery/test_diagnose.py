@@ -53,7 +53,7 @@ def reports(*answers: dict[str, Any] | None, **more: Any) -> list[Report]:
     dumps = more.pop("dumps", {})
     return [
         Report(
-            rank=rank, node=rank // 2, host="abcd"[rank // 2], stage=stages.get(rank), beat=Beat(step=430, phase="computing"),
+            rank=rank, node=rank // 2, stage=stages.get(rank), beat=Beat(step=430, phase="computing"),
             location=answer, silent=63.2, state=states.get(rank, "S"), fallback_stack=dumps.get(rank),
         )
         for rank, answer in enumerate(answers)
@@ -64,7 +64,7 @@ def test_a_rank_that_hangs_in_the_data_loader_is_named_in_full() -> None:
     late = works("in the data loader", at="data/tokenfile.py:88 read", layer="blocks.17", numbers={ALL: 8121})
     found = diagnose(reports(*[waits()] * 5, late, *[waits()] * 2, stages={5: 1}))
     assert found.message == (
-        "rank 5 (node c, layer blocks.17, pipeline stage 1) has not reached all_gather #8122 of step 431; "
+        "rank 5 (node 2, layer blocks.17, pipeline stage 1) has not reached all_gather #8122 of step 431; "
         "7 ranks have waited for 63 s; it is in the data loader: data/tokenfile.py:88 read"
     )
     assert (found.culprits, found.stack, found.certain) == ((5,), "works\n", True)
@@ -74,7 +74,7 @@ def test_what_a_rank_has_not_reached_is_the_first_it_has_not_begun() -> None:
     """Those that wait have begun three in the background."""
     found = diagnose(reports(waits("all_reduce", number=24), works("in the optimizer", numbers={ALL: 21})))
     assert (
-        "rank 1 (node a) has not reached all_reduce #22 of step 431; 1 rank has waited for 63 s; it is in the optimizer"
+        "rank 1 (node 0) has not reached all_reduce #22 of step 431; 1 rank has waited for 63 s; it is in the optimizer"
         in found.message
     )
 
@@ -88,7 +88,7 @@ def test_a_stopped_process_is_guilty_whatever_it_said() -> None:
     found = diagnose(reports(waits(), waits(), None, waits(), states={2: "T"}))
     assert found.culprits == (2,) and found.certain
     assert found.message == (
-        "rank 2 (node b) has not reached all_gather #8122 of step 431; 3 ranks have waited for 63 s; its process is stopped by a signal; "
+        "rank 2 (node 1) has not reached all_gather #8122 of step 431; 3 ranks have waited for 63 s; its process is stopped by a signal; "
         "its last heartbeat says that it is computing"
     )
 
@@ -110,9 +110,9 @@ def test_two_culprits_are_both_named_with_their_stacks() -> None:
     )
     assert found.culprits == (1, 2, 3)
     assert (
-        "rank 1 (node a) has not reached all_gather #9 of step 431, it is in the optimizer: adamw.py:80 fused" in found.message
+        "rank 1 (node 0) has not reached all_gather #9 of step 431, it is in the optimizer: adamw.py:80 fused" in found.message
     )
-    assert "rank 3 (node b) has not reached all_gather #9 of step 431, it is in the data loader" in found.message
+    assert "rank 3 (node 1) has not reached all_gather #9 of step 431, it is in the data loader" in found.message
     assert found.message.endswith("; 1 rank has waited for 63 s")
     assert found.stack == "Rank 1:\nworks\nRank 3:\nworks\n"
 
@@ -142,7 +142,7 @@ def test_a_pipeline_is_followed_to_the_rank_that_all_wait_for() -> None:
     found = diagnose(reports(busy, message(0), message(1), message(2), stages={0: 0, 1: 1, 2: 2, 3: 3}))
     assert found.culprits == (0,)
     assert found.message == (
-        "rank 0 (node a, layer blocks.3.attention, pipeline stage 0) has not sent its message to rank 1 in step 431; "
+        "rank 0 (node 0, layer blocks.3.attention, pipeline stage 0) has not sent its message to rank 1 in step 431; "
         "3 ranks have waited for 63 s; it is in the forward of layer blocks.3.attention"
     )
 
@@ -194,13 +194,13 @@ def test_the_one_that_has_taken_another_way_is_guilty() -> None:
     there = waits("broadcast", ALL, 10, use="step", numbers={"data of ranks 0, 1, 2, 3": 4})
     found = diagnose(reports(here, here, there, here))
     assert found.culprits == (2,) and not found.certain
-    assert "rank 2 (node b) has not reached all_reduce #5 of step 431; 3 ranks have waited" in found.message
+    assert "rank 2 (node 1) has not reached all_reduce #5 of step 431; 3 ranks have waited" in found.message
 
 
 def test_the_one_that_is_behind_in_the_same_group_is_guilty() -> None:
     found = diagnose(reports(waits(), waits(), waits(number=8121), waits()))
     assert found.culprits == (2,) and not found.certain
-    assert "rank 2 (node b) has not reached all_gather #8122 of step 431" in found.message
+    assert "rank 2 (node 1) has not reached all_gather #8122 of step 431" in found.message
 
 
 def test_no_culprit_if_no_rank_waits() -> None:
