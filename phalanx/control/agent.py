@@ -232,7 +232,7 @@ class Agent:
                     worker.kill()
             case protocol.Inspect():
                 for worker in self._workers_of(order.generation, order.ranks):
-                    self.spawn(self._inspect(worker))
+                    self.spawn(self._inspect(worker, order))
             case protocol.Evict():
                 for worker in self.workers.values():
                     worker.kill()
@@ -298,10 +298,10 @@ class Agent:
         self._reap()  # it may have died before it was known here
         return worker
 
-    async def _inspect(self, worker: Worker) -> None:
-        state, stack = await inspect_process(worker)
+    async def _inspect(self, worker: Worker, order: protocol.Inspect) -> None:
+        seen = await inspect_process(worker)
         assert worker.rank is not None
-        self.report(protocol.RankInspected(rank=worker.rank, state=state, stack=stack))
+        self.report(protocol.RankLocation(generation=order.generation, rank=worker.rank, question=order.question, report=seen))
 
     # --- the workers ---
 

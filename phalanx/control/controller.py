@@ -22,6 +22,7 @@ from phalanx.events.heartbeat import Beat
 from phalanx.events.log import read_events
 from phalanx.events.records import ControllerChanged, Event, FailureNoticed, Finished, Recovered, RunStarted, Step
 from phalanx.host.probe import this_machine
+from phalanx.recovery.diagnose import HangReport
 from phalanx.recovery.relayout import initial_assignment
 from phalanx.recovery.state import Failure
 
@@ -67,9 +68,8 @@ class Controller(Control):
                 self._on_beats(report)
             case protocol.RankLocation():
                 if report.question == self.state.question:  # not a late answer to an earlier one
-                    self.state.locations[report.rank] = report
-            case protocol.RankInspected():
-                self.state.inspections[report.rank] = report
+                    known = self.state.locations.get(report.rank, HangReport())
+                    self.state.locations[report.rank] = known | report.report
             case protocol.RankReport() if generation is not None and report.generation == generation.number:
                 generation.update(report)
             case protocol.RanksBegan() if generation is not None and report.generation == generation.number:

@@ -18,6 +18,7 @@ from phalanx.control.store_server import KeyValueStore
 from phalanx.events.frames import Address
 from phalanx.events.heartbeat import Beat
 from phalanx.recovery import state as policy
+from phalanx.recovery.diagnose import HangReport
 from phalanx.recovery.relayout import replicated_elsewhere
 from phalanx.recovery.state import Failure, Node, NodeJoined, Situation
 from phalanx.spec.layout import Layout
@@ -192,10 +193,8 @@ class ControllerState:
     """Steps between two replicas of the state in host memory; None: no replicas."""
     question: int = 0
     """Number of the last question to the ranks where they are."""
-    locations: dict[int, protocol.RankLocation] = field(default_factory=dict)
-    """Their answers."""
-    inspections: dict[int, protocol.RankInspected] = field(default_factory=dict)
-    """What agents have seen of ranks that did not answer."""
+    locations: dict[int, HangReport] = field(default_factory=dict)
+    """Their answers, and what agents have seen of ranks that did not answer."""
     last_stall_end: float = field(default_factory=time.monotonic)
     """When this process last woke from being stopped or starved: silence before that is not the fault of others."""
 
@@ -312,27 +311,22 @@ class Control:
         """Ask ranks for their location, then their agents about those that do not answer."""
         state = self.state
         state.locations.clear()
-        state.inspections.clear()
         state.question += 1
         self.order(protocol.LocateRanks(generation=generation.number, question=state.question))
 
         def unanswered() -> list[int]:
-            return [rank for rank in ranks if rank not in state.locations and rank not in state.inspections]
+            return [rank for rank in ranks if rank not in state.locations]
 
         await self.until(lambda: bool(state.events) or not unanswered(), _ANSWER_TIMEOUT)
         if silent := unanswered():
-            self.order(protocol.Inspect(generation=generation.number, ranks=silent))
+            self.order(protocol.Inspect(generation=generation.number, question=state.question, ranks=silent))
             await self.until(lambda: bool(state.events) or not unanswered(), _INSPECT_TIMEOUT)
 
     async def stacks(self, generation: Generation, ranks: list[int]) -> dict[int, str]:
         """The stacks of these ranks, from their own reports or from outside."""
         await self.ask(generation, ranks)
-        stacks = {}
-        for rank in ranks:
-            location, inspection = self.state.locations.get(rank), self.state.inspections.get(rank)
-            own = location.report.get("stack") if location is not None else None
-            stacks[rank] = own or (inspection.stack if inspection is not None else None) or ""
-        return stacks
+        locations = {rank: self.state.locations.get(rank, HangReport()) for rank in ranks}
+        return {rank: location.get("stack") or location.get("dump") or "" for rank, location in locations.items()}
 
     def kill_hung(self, ranks: list[int], reason: str, stack: str) -> None:
         assert self.state.generation is not None

@@ -23,6 +23,7 @@ from phalanx.events.frames import Address
 from phalanx.events.rundir import RunDir
 from phalanx.host.env import worker_env
 from phalanx.host.process_tree import python_command, start_module, stop_signals_blocked
+from phalanx.recovery.diagnose import HangReport
 from phalanx.spec.json_value import JsonObject
 from phalanx.spec.plan import Plan
 
@@ -73,7 +74,7 @@ class Worker:
         self.heartbeat.with_suffix(".stack").unlink(missing_ok=True)
 
 
-async def inspect_process(worker: Worker) -> tuple[str | None, str | None]:
+async def inspect_process(worker: Worker) -> HangReport:
     """Look from outside at a rank that does not answer: its state in /proc, and its stack as `faulthandler` writes it."""
     dump = worker.heartbeat.with_suffix(".stack")
     with contextlib.suppress(OSError):
@@ -85,7 +86,7 @@ async def inspect_process(worker: Worker) -> tuple[str | None, str | None]:
         state = Path(f"/proc/{worker.pid}/stat").read_text().rpartition(")")[2].split()[0]
     with contextlib.suppress(OSError):
         stack = dump.read_text(errors="replace")
-    return state, stack or None
+    return {"state": state, "dump": stack}
 
 
 class ForkClient:

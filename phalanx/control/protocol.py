@@ -218,9 +218,10 @@ class LocateRanks(Order):
 
 
 class Inspect(Order):
-    """Agents inspect the processes of these ranks from outside."""
+    """Agents inspect the processes of these ranks from outside, and report their `RankLocation`."""
 
     generation: int
+    question: int
     ranks: list[int]
 
 
@@ -334,7 +335,7 @@ class RankFailed(RankReport):
 
 
 class RankLocation(RankReport):
-    """What the rank is doing, as `worker/hang_report` describes it."""
+    """What the rank is doing, by its own answer or as seen from outside."""
 
     question: int
     report: HangReport
@@ -386,13 +387,4 @@ class ReplicaServerMoved(Message):
     address: list[Any]
 
 
-class RankInspected(Message):
-    """What can be seen of a rank's process from outside."""
-
-    rank: int
-    state: str | None
-    """Process state letter in /proc."""
-    stack: str | None
-
-
-Report = Join | RanksBegan | RankDied | Beats | ReplicaServerMoved | RankInspected | Stop | RankReport
+Report = Join | RanksBegan | RankDied | Beats | ReplicaServerMoved | Stop | RankReport

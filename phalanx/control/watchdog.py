@@ -6,7 +6,7 @@ from __future__ import annotations
 import shutil
 import signal
 import time
-from dataclasses import asdict, replace
+from dataclasses import asdict
 
 from phalanx.control import protocol
 from phalanx.control.controller_state import Control, Generation
@@ -14,7 +14,7 @@ from phalanx.control.recover import Recovery, Replanner, discard_replicas
 from phalanx.events.heartbeat import Beat
 from phalanx.events.records import Recovered, Stopped, Straggling, Warned
 from phalanx.events.rundir import RunDir
-from phalanx.recovery.diagnose import Diagnosis, Report, diagnose
+from phalanx.recovery.diagnose import Diagnosis, HangReport, Report, diagnose
 from phalanx.recovery.state import Failure
 from phalanx.recovery.stragglers import ProgressTimeouts, Stragglers
 
@@ -201,21 +201,17 @@ class HangDetector:
 
     def _diagnose(self, generation: Generation, beats: dict[int, Beat]) -> Diagnosis:
         piped, state = generation.plan.layout.pipeline > 1, self._control.state
-        reports = []
-        for rank in generation.living:
-            location, inspection = state.locations.get(rank), state.inspections.get(rank)
-            report = Report(
+        return diagnose(
+            Report(
                 rank=rank,
                 node=generation.assignment[rank],
                 stage=generation.stage(rank) if piped else None,
                 beat=beats.get(rank),
-                location=location.report if location is not None else None,
+                location=state.locations.get(rank, HangReport()),
                 silent=self._silent(beats[rank]) if rank in beats else 0.0,
             )
-            if inspection is not None:
-                report = replace(report, state=inspection.state, fallback_stack=inspection.stack)
-            reports.append(report)
-        return diagnose(reports)
+            for rank in generation.living
+        )
 
     def _check_stragglers(self, generation: Generation, beats: dict[int, Beat]) -> None:
         """Compare the ranks once for each step that all of them have taken."""
@@ -247,17 +243,12 @@ def worker_failure(report: protocol.RankDied, step: int | None, rundir: RunDir) 
 
 def describe_exit(rundir: RunDir, rank: int, code: int) -> tuple[str, str]:
     """Why a rank ended that reported no failure itself, and the end of its log."""
+    if code == -signal.SIGKILL:
+        return "it was killed by SIGKILL; if nobody did that, the machine ran out of memory (see dmesg)", ""
     if code < 0:
-        return _describe_signal(-code), ""
+        return f"it was ended by {signal.Signals(-code).name}", ""
     log = rundir.rank_log(rank)
     tail = log.read_text(errors="replace")[-4000:] if log.is_file() else ""
     # A rank that cannot write its reason may have failed because the disk is full.
     full = shutil.disk_usage(rundir.path).free < _DISK_FULL
     return f"it ended with exit code {code}{f'; the disk of {rundir.path} is full' if full else ''}", tail
-
-
-def _describe_signal(number: int) -> str:
-    name = signal.Signals(number).name
-    if number == signal.SIGKILL:
-        return f"it was killed by {name}; if nobody did that, the machine ran out of memory (see dmesg)"
-    return f"it was ended by {name}"

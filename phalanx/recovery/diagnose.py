@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, TypedDict
 
@@ -29,7 +29,8 @@ _STATES = {"T": "stopped by a signal", "t": "stopped by a debugger", "Z": "dead"
 
 
 class HangReport(TypedDict, total=False):
-    """What a rank says that it is doing, as plain values for JSON; `worker/hang_report` makes it. Keys are absent if it could not answer."""
+    """What a rank is doing, as plain values for JSON: its own answer, which `worker/hang_report` makes, and if it does not answer in time
+    the last two keys, which its agent adds from outside."""
 
     stack: str
     """Stack of the main thread, innermost call last."""
@@ -55,6 +56,10 @@ class HangReport(TypedDict, total=False):
     """Collectives that this rank has started, by group. A group has the same name on all its ranks."""
     problem: str | None
     """Error of the report itself."""
+    state: str | None
+    """State letter of the process in /proc."""
+    dump: str | None
+    """What `faulthandler` wrote."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,12 +71,7 @@ class Report:
     stage: int | None = None
     """Pipeline stage, if there are several."""
     beat: Beat | None = None
-    location: HangReport | None = None
-    """The rank's own answer; None: it did not answer."""
-    state: str | None = None
-    """State letter of its process in /proc."""
-    fallback_stack: str | None = None
-    """What `faulthandler` wrote, if the rank did not answer."""
+    location: HangReport
     silent: float = 0.0
     """Seconds without progress."""
 
@@ -91,7 +91,7 @@ class Diagnosis:
     """All ranks wait and none is behind: the connections are to blame."""
 
 
-def diagnose(reports: Sequence[Report]) -> Diagnosis:
+def diagnose(reports: Iterable[Report]) -> Diagnosis:
     """Name the ranks that the others wait for. A rank that waits for others is never blamed, unless it waits for something else."""
     ranks = {report.rank: _Rank.of(report) for report in sorted(reports, key=lambda report: report.rank)}
     waits = {rank.number: _blockers(rank, ranks) for rank in ranks.values() if rank.waiting}
@@ -118,7 +118,10 @@ class _Rank:
     doing: str
     """What is wrong with it, or what it does, as the end of a sentence."""
     stack: str
-    location: HangReport = field(default_factory=HangReport)
+
+    @property
+    def location(self) -> HangReport:
+        return self.report.location
 
     @property
     def number(self) -> int:
@@ -146,19 +149,20 @@ class _Rank:
 
     @staticmethod
     def of(report: Report) -> _Rank:
-        if report.location is not None and report.state not in _STATES:
-            location = report.location
+        location = report.location
+        state = location.get("state")
+        if "stack" in location and state not in _STATES:
             threads = "".join(f"Thread {name}:\n{stack}" for name, stack in location.get("threads", {}).items())
             doing = _located(_activity(location.get("place"), report.beat), location.get("at"))
-            return _Rank(report, location.get("operation"), False, doing, location.get("stack", "") + threads, location)
-        frames = parse_faulthandler(report.fallback_stack or "")
+            return _Rank(report, location.get("operation"), False, doing, location["stack"] + threads)
+        frames = parse_faulthandler(location.get("dump") or "")
         blocked = blocking_collective(frames)
-        if report.state in _STATES:
-            doing = f"its process is {_STATES[report.state]}"
+        if state in _STATES:
+            doing = f"its process is {_STATES[state]}"
         elif blocked is not None:
             # A rank that waits for others holds up nobody, even if it cannot answer.
             return _Rank(report, blocked[0], False, f"it waits in {blocked[0]} and does not answer", format_stack(frames))
-        elif report.state == "D":
+        elif state == "D":
             doing = "it does not answer: its process waits for a disk or a device"
         else:
             doing = "it does not answer, although its process is alive"
@@ -166,8 +170,7 @@ class _Rank:
             doing += f"; {_located(describe_location(frames), str(frames[-1]))}"
         elif report.beat is not None:
             doing += f"; its last heartbeat says that it is {report.beat.phase}"
-        last: HangReport = report.location or {}
-        return _Rank(report, None, True, doing, format_stack(frames) or last.get("stack", ""), last)
+        return _Rank(report, None, True, doing, format_stack(frames) or location.get("stack", ""))
 
 
 def _activity(place: str | None, beat: Beat | None) -> str:

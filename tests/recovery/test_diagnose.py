@@ -54,7 +54,7 @@ def reports(*answers: dict[str, Any] | None, **more: Any) -> list[Report]:
     return [
         Report(
             rank=rank, node=rank // 2, stage=stages.get(rank), beat=Beat(step=430, phase="computing"),
-            location=answer, silent=63.2, state=states.get(rank, "S"), fallback_stack=dumps.get(rank),
+            location={**(answer or {}), "state": states.get(rank, "S"), "dump": dumps.get(rank)}, silent=63.2,
         )
         for rank, answer in enumerate(answers)
     ]  # fmt: skip
