@@ -17,8 +17,7 @@ from typing import Any
 from phalanx.events import frames
 from phalanx.events.frames import Address, Refused
 
-MAX_UNAUTHENTICATED = 64
-"""Connections in the handshake at a time."""
+MAX_UNAUTHENTICATED = 64  # connections in the handshake at a time
 _MAX_UNREAD = 32 << 20  # bytes that a peer may leave unread before it counts as dead
 _LINGER = 2.0  # seconds in which queued messages can still be sent after close
 

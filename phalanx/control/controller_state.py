@@ -209,9 +209,7 @@ class ControllerState:
             history=self.history,
             dead=self.dead,
             first_step=self.first_step,
-            restarts=settings.restarts,
-            shrink=settings.shrink,
-            continue_degraded=settings.continue_degraded,
+            settings=settings,
             batch=batch,
         )
 

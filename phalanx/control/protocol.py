@@ -15,8 +15,7 @@ from phalanx.recovery.diagnose import HangReport
 from phalanx.spec.layout import Layout
 from phalanx.spec.plan import Place, Plan, Promise
 
-RESUMABLE = 75
-"""Exit code of a run that was asked to stop, has saved and can be resumed (EX_TEMPFAIL)."""
+RESUMABLE = 75  # exit code of a run that was asked to stop, has saved and can be resumed (EX_TEMPFAIL)
 
 # What the error of a rank says when another rank, or the generation, went away.
 _SECONDARY_ERRORS = (

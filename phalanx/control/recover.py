@@ -1,7 +1,5 @@
-"""From a failure, or a node that joined, to a new generation: halt the survivors, decide, keep the state, plan the layout, begin.
-
-The controller creates one `Recovery` for each change of generation. `recovery/policy` makes the decision.
-"""
+"""From a failure, or a node that joined, to a new generation: halt the survivors, decide by `recovery/policy`, keep the state, plan the
+layout, begin."""
 
 from __future__ import annotations
 

@@ -24,17 +24,14 @@ Address = tuple[str, int]
 CONTROL, REPLICAS = b"control", b"copies"
 """Purpose of a connection. A proof for a replica server is worthless to an agent, and the other way round."""
 NONCE = PROOF = 32
-HANDSHAKE_SECONDS = 5.0
-"""Seconds for the whole handshake."""
-MAX_MESSAGE = 16 << 20
-"""Largest message in bytes."""
+HANDSHAKE_SECONDS = 5.0  # for the whole handshake
+MAX_MESSAGE = 16 << 20  # bytes
 REFUSAL = bytes(PROOF)
 """Sent instead of a proof to a client with a wrong token, so that it can tell refusal from a broken connection."""
 
 _LENGTH = struct.Struct("!I")
 _NUMBER = struct.Struct("!Q")
-HEADER = _LENGTH.size + PROOF
-"""Bytes before each message: length and seal."""
+HEADER = _LENGTH.size + PROOF  # bytes before each message: length and seal
 
 
 class Refused(ConnectionError):

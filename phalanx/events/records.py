@@ -1,7 +1,4 @@
-"""Typed records of what happened in a run. One line of events.jsonl is one record; docs/run-directory.md is the contract.
-
-Training and the control plane write them; the dashboard, the run summary and embedding programs read them.
-"""
+"""Typed records of what happened in a run. One line of events.jsonl is one record; docs/run-directory.md is the contract."""
 
 from __future__ import annotations
 

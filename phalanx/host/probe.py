@@ -1,7 +1,4 @@
-"""Detects the hardware of this computer without importing torch: cores, memory, vector width, GPUs, and its measured profile.
-
-The CLI and the launcher call it before planning, `phalanx doctor` to report it.
-"""
+"""Detects the hardware of this computer without importing torch: cores, memory, vector width, GPUs, and its measured profile."""
 
 from __future__ import annotations
 

@@ -26,9 +26,7 @@ from phalanx.events.records import Event, RunStarted, Warned, WorkerFailed
 from phalanx.launch.prepare import Prepared
 from phalanx.spec.errors import RunFailed
 
-FORCED_EXIT = 130
-"""Exit code of a run that was ended at once without saving, after a second request to stop."""
-
+FORCED_EXIT = 130  # exit code of a run that was ended at once without saving, after a second request to stop
 _POLL = 0.1  # seconds between two reads of the event log
 _DISK_CHECK = 1.0  # seconds between two checks whether the disk is full
 _SHUTDOWN = 20.0  # seconds that an agent has to clean up after the run is over

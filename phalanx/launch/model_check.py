@@ -1,8 +1,5 @@
-"""Checks of a run that only torch can answer: the size of a custom model, whether given weights match it, and whether the run fits in memory.
-
-`launch/prepare` and `phalanx.plan` call it. The launcher never imports torch, so each check asks another process:
-`worker/measure_process` builds the model, `rehearsal/job` rehearses one rank of each kind.
-"""
+"""Checks of a run that only torch can answer: the size of a custom model, whether given weights match it, and whether the run fits in
+memory. The launcher never imports torch, so each check asks another process."""
 
 from __future__ import annotations
 
@@ -24,11 +21,9 @@ from phalanx.spec.run import Run
 
 _MEASURE_SECONDS = 600.0  # importing a module may download or compile something
 _REHEARSAL_SECONDS = 300.0  # a slower rehearsal is not waited for
-_REHEARSAL_THRESHOLD = 0.5
-"""Fraction of the memory above which a run is rehearsed. Smaller runs start without the delay."""
+_REHEARSAL_THRESHOLD = 0.5  # fraction of the memory above which a run is rehearsed: smaller runs start without the delay
 _CPU_FRACTION = 0.95
-DRIVER = 614 << 20
-"""Bytes of the memory shown by nvidia-smi that the driver reserves; measured on an H200."""
+DRIVER = 614 << 20  # bytes of the memory shown by nvidia-smi that the driver reserves; measured on an H200
 REMEDY = (
     'set a smaller train.micro_batch, memory.recompute = "full", memory.offload = "cpu" or a layout that shards more, or start the run '
     "anyway with --unrehearsed"

@@ -1,7 +1,5 @@
-"""Prepares a run: checks it against this machine and makes its directory ready, before anything is started.
-
-Called by the launcher, and by rank 0 under torchrun. All problems are raised together, as one RunError.
-"""
+"""Prepares a run before anything is started: checks it against this machine and makes its directory ready. All problems are raised
+together, as one RunError."""
 
 from __future__ import annotations
 

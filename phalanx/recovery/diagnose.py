@@ -1,8 +1,4 @@
-"""Who holds up the others: names the culprits of a hang from the locations that all ranks report, and reads Python stacks for that.
-
-`control/watchdog` calls `diagnose` when a run makes no progress. `worker/hang_report` uses the functions on stacks to describe its own
-rank. Everything here is pure: no clock, no process.
-"""
+"""Names the culprits of a hang from the locations that all ranks report, and reads Python stacks for that. Pure: no clock, no process."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ def _continue_degraded(aftermath: _Aftermath, legal: Legal) -> NewGeneration | N
     """The largest legal number of healthy replicas, all in their own processes: nothing has to be started."""
     layout = aftermath.situation.layout
     replicas = layout.data or 1
-    if not aftermath.situation.continue_degraded:
+    if not aftermath.situation.settings.continue_degraded:
         return None
     inner = layout.shard * layout.context * layout.tensor
     survivors = aftermath.survivors
@@ -143,7 +143,7 @@ def _shrink(aftermath: _Aftermath, legal: Legal) -> NewGeneration | Wait:
     nodes, slots = len(aftermath.living), aftermath.slots
     room = f"{nodes} node{'' if nodes == 1 else 's'} with {slots} slot{'' if slots == 1 else 's'}"
     needs = f"the layout has {situation.layout.ranks} ranks, but the cluster has only {room} left"
-    if not situation.shrink:
+    if not situation.settings.shrink:
         return Wait(f"{needs}, and resilience.shrink = false", dead)
     best = relayout(situation.wanted, slots, legal, situation.batch)
     if best is None:
@@ -157,15 +157,12 @@ def _new_generation(aftermath: _Aftermath, action: Literal["shrink", "grow"], la
 
 # --- the failures of a launch -----------------------------------------------------------------------------------------
 
-SAME_FAILURE_LIMIT = 3
-"""The same failure at the same step this many times is a bug, not bad luck."""
-
+SAME_FAILURE_LIMIT = 3  # the same failure at the same step this many times is a bug, not bad luck
 WINDOW = 1000
 """New steps within which failures count against `resilience.restarts`, which shall end a run that makes no progress, not one that lasts for
 months. Steps, not hours: a program that fails after every step must end, however long its start takes."""
 
-_FORGET_AFTER = 10 * WINDOW
-"""New steps after which a failure is forgotten: no run rolls back that far, and the history stays short."""
+_FORGET_AFTER = 10 * WINDOW  # new steps after which a failure is forgotten: no run rolls back that far
 _MAX_LISTED = 10
 _NUMBER = re.compile(r"(?<!rank )(?<!node )\b(0x[0-9a-f]+|\d+(\.\d+)?)")
 _ACTIONS = {
@@ -219,11 +216,11 @@ def verdict(situation: Situation, now: Sequence[Failure]) -> EndRun | None:
             why = f"The same failure came {len(equal)} times {_when(failure)}: that is a bug or a broken machine, not bad luck."
             return EndRun(_story(why, equal))
     counted = _within_steps(WINDOW, situation.first_step, known) if now else []
-    if len(counted) > situation.restarts:
+    if len(counted) > situation.settings.restarts:
         many = len(counted) > 1
         count = f"There {'were' if many else 'was'} {len(counted)} failure{'s' if many else ''}"
         where = "in this launch" if len(counted) == len(known) else f"within {WINDOW:,} steps"
-        return EndRun(_story(f"{count} {where}, and resilience.restarts = {situation.restarts}.", counted))
+        return EndRun(_story(f"{count} {where}, and resilience.restarts = {situation.settings.restarts}.", counted))
     return None
 
 

@@ -1,14 +1,13 @@
-"""Input and output of `recovery/policy`: the situation of a run, the events that can happen to it, and the actions that answer them.
-
-Frozen values. The controller of a live run fills them in from the reports of its agents, the simulator from its model of a cluster.
-"""
+"""Input and output of `recovery/policy`, as frozen values: the situation of a run, the events that can happen to it, and the actions that
+answer them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 from phalanx.spec.layout import Layout
+from phalanx.spec.run import Resilience
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,12 +75,7 @@ class Situation:
     """Ranks that already had no process, because the run waits for a node."""
     first_step: int = 0
     """Step that this launch began from."""
-    restarts: int = 100
-    """Failures within 1,000 new steps that the run recovers from; one more ends it."""
-    shrink: bool = True
-    """Continue with fewer ranks if not all fit."""
-    continue_degraded: bool = False
-    """Healthy replicas continue without waiting for a broken one."""
+    settings: Resilience = field(default_factory=Resilience)
     batch: int | None = None
     """Sequences per step. If given, layouts whose replicas do not divide it are skipped early: on thousands of ranks most do not."""
 

@@ -1,7 +1,5 @@
-"""Learns how long phases of a step usually take: after how much silence a hang is suspected, and which rank is persistently slow.
-
-`control/watchdog` feeds both classes with heartbeats. Neither reads a clock.
-"""
+"""Learns from heartbeats, without a clock, how long phases of a step usually take: after how much silence a hang is suspected, and which
+rank is persistently slow."""
 
 from __future__ import annotations
 

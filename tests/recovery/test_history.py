@@ -11,6 +11,7 @@ from happenings import disconnected, node_lost, worker_died
 from phalanx.recovery.policy import decide, failures, updated_history, verdict
 from phalanx.recovery.state import Action, EndRun, Event, Failure, NewGeneration, Node, NodeJoined, Situation, Wait
 from phalanx.spec.layout import Layout
+from phalanx.spec.run import Resilience
 
 FOUR = Layout(data=4)
 START = Situation(wanted=FOUR, layout=FOUR, assignment=(0, 0, 1, 1), nodes=(Node(0, 2), Node(1, 2)))
@@ -84,13 +85,18 @@ def test_three_times_need_not_be_in_a_row() -> None:
 
 def test_more_failures_than_allowed() -> None:
     *others, last = play(
-        replace(START, restarts=2), disconnected(3), failed(0, 4), worker_died(2, 9, "died", "killed by SIGKILL")
+        replace(START, settings=Resilience(restarts=2)),
+        disconnected(3),
+        failed(0, 4),
+        worker_died(2, 9, "died", "killed by SIGKILL"),
     )
     assert all(isinstance(action, NewGeneration) for action in others)
     told = story(last)
     assert "There were 3 failures in this launch, and resilience.restarts = 2." in told
     assert "no single rank, connection lost" in told and "rank 0 (node 0), failed" in told and "rank 2 (node 1), died" in told
-    assert "There was 1 failure in this launch" in story(play(replace(START, restarts=0), disconnected(3))[0])
+    assert "There was 1 failure in this launch" in story(
+        play(replace(START, settings=Resilience(restarts=0)), disconnected(3))[0]
+    )
 
 
 @pytest.mark.parametrize(
@@ -110,7 +116,7 @@ def test_more_failures_than_allowed() -> None:
 )
 def test_a_run_that_gets_on_may_fail_for_ever(steps: Iterable[int | None], end: int | None) -> None:
     """`resilience.restarts` is for those within 1,000 new steps. Each of these failures is another one."""
-    state = replace(START, restarts=100)
+    state = replace(START, settings=Resilience(restarts=100))
     for number, step in enumerate(steps, 1):
         words = f"{number:b}".translate({48: "a", 49: "b"})
         event = worker_died(1, step, "died", f"killed by {words}")
@@ -125,7 +131,7 @@ def test_a_run_that_gets_on_may_fail_for_ever(steps: Iterable[int | None], end: 
 
 def test_a_launch_counts_from_its_first_step() -> None:
     """Of a run that was started again at step 40,000: what it does since is what counts."""
-    resumed = replace(START, restarts=2, first_step=40_000)
+    resumed = replace(START, settings=Resilience(restarts=2), first_step=40_000)
     *others, last = play(resumed, disconnected(40_000), disconnected(40_001), disconnected(40_500))
     assert all(isinstance(action, NewGeneration) for action in others) and "3 failures in this launch" in story(last)
     assert all(
@@ -135,7 +141,7 @@ def test_a_launch_counts_from_its_first_step() -> None:
 
 
 def test_a_long_story_tells_the_last_ones() -> None:
-    told = story(play(replace(START, restarts=30), *(disconnected(step) for step in range(31)))[-1])
+    told = story(play(replace(START, settings=Resilience(restarts=30)), *(disconnected(step) for step in range(31)))[-1])
     assert "The last 10 of them" in told and "31. after step 30" in told and "22. after step 21" in told and "21. " not in told
 
 
@@ -163,5 +169,5 @@ def test_different_nodes_are_different_failures() -> None:
 
 
 def test_a_node_that_comes_is_no_failure() -> None:
-    state = replace(START, restarts=0, layout=Layout(data=2), assignment=(0, 0))
+    state = replace(START, settings=Resilience(restarts=0), layout=Layout(data=2), assignment=(0, 0))
     assert failures(state, [NodeJoined(1)]) == () and isinstance(decide(state, [NodeJoined(1)], anything), NewGeneration)

@@ -14,6 +14,7 @@ from phalanx.recovery.policy import decide, updated_history
 from phalanx.recovery.relayout import Legal, initial_assignment
 from phalanx.recovery.state import Action, EndRun, Event, Failure, NewGeneration, NoChange, Node, NodeJoined, Situation, Wait
 from phalanx.spec.layout import Layout
+from phalanx.spec.run import Resilience
 
 LegalFor = Callable[..., Legal]
 
@@ -82,7 +83,7 @@ class World:
     def answer(self, events: list[Event], dead: tuple[int, ...]) -> Action:
         before = Situation(
             wanted=self.wanted, layout=self.layout, assignment=self.assignment, nodes=self.nodes, history=self.history,
-            dead=dead, restarts=10**9, shrink=self.shrink, continue_degraded=self.continue_degraded,
+            dead=dead, settings=Resilience(restarts=10**9, shrink=self.shrink, continue_degraded=self.continue_degraded),
         )  # fmt: skip
         action = decide(before, events, self.legal)
         assert action == decide(before, events, self.legal)

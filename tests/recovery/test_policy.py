@@ -13,6 +13,7 @@ from phalanx.recovery.policy import decide
 from phalanx.recovery.relayout import Legal, initial_assignment
 from phalanx.recovery.state import Event, Failure, NewGeneration, NoChange, Node, NodeJoined, Situation, Wait
 from phalanx.spec.layout import Layout
+from phalanx.spec.run import Resilience
 
 LegalFor = Callable[..., Legal]
 CUBE = Layout(pipeline=2, data=2, tensor=2)
@@ -130,7 +131,7 @@ def test_processes_are_kept_where_there_are_most(legal_for: LegalFor) -> None:
 
 
 def test_run_that_must_not_shrink_waits_for_the_node(legal: Legal) -> None:
-    before = situation(CUBE, nodes(4, 4), shrink=False)
+    before = situation(CUBE, nodes(4, 4), settings=Resilience(shrink=False))
     wait = decide(before, [node_lost(1, 10)], legal)
     assert isinstance(wait, Wait) and wait.dead == (4, 5, 6, 7) and "resilience.shrink = false" in wait.reason
     waiting = replace(before, dead=wait.dead)
@@ -176,7 +177,7 @@ def test_a_failure_with_room_for_more_grows_at_once(legal: Legal) -> None:
 
 
 def test_healthy_replicas_go_on_in_their_processes(legal: Legal) -> None:
-    before = situation(CUBE, nodes(4, 4), continue_degraded=True)
+    before = situation(CUBE, nodes(4, 4), settings=Resilience(continue_degraded=True))
     go = went(before, killed(2), legal)  # of the second replica, which is ranks 2, 3, 6 and 7
     assert (go.action, go.layout) == ("shrink", replace(CUBE, data=1))
     assert (go.old, fresh(go), go.assignment) == ((0, 1, 4, 5), (), (0, 0, 1, 1))
@@ -185,23 +186,26 @@ def test_healthy_replicas_go_on_in_their_processes(legal: Legal) -> None:
 
 
 def test_as_many_replicas_go_on_as_the_batch_allows(legal_for: LegalFor) -> None:
-    before = situation(Layout(data=4), nodes(2, 2), continue_degraded=True)
+    before = situation(Layout(data=4), nodes(2, 2), settings=Resilience(continue_degraded=True))
     assert went(before, killed(0), legal_for(12)).old == (1, 2, 3)
     assert went(before, killed(0), legal_for(8)).old == (1, 2)
     assert went(before, killed(0), lambda layout: layout.data == 4).action == "restart"
 
 
 def test_going_on_comes_before_growing(legal: Legal) -> None:
-    before = situation(Layout(data=3), nodes(2, 2), wanted=Layout(data=4), continue_degraded=True)
+    before = situation(Layout(data=3), nodes(2, 2), wanted=Layout(data=4), settings=Resilience(continue_degraded=True))
     go = went(before, killed(0), legal)
     assert (go.action, go.old) == ("shrink", (1, 2))
     assert went(replace(before, layout=go.layout, assignment=go.assignment), NodeJoined(0), legal).layout == Layout(data=4)
 
 
 def test_going_on_needs_a_whole_replica(legal: Legal) -> None:
-    before = situation(CUBE, nodes(4, 4), continue_degraded=True)
+    before = situation(CUBE, nodes(4, 4), settings=Resilience(continue_degraded=True))
     assert went(before, (killed(0), killed(3)), legal).action == "restart"
-    assert went(situation(Layout(data=1, shard=4), nodes(4), continue_degraded=True), killed(0), legal).action == "restart"
+    assert (
+        went(situation(Layout(data=1, shard=4), nodes(4), settings=Resilience(continue_degraded=True)), killed(0), legal).action
+        == "restart"
+    )
     assert went(before, disconnected(10), legal).action == "restart"
     assert went(before, (killed(2), disconnected(10)), legal).action == "shrink"
 

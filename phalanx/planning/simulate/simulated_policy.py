@@ -8,7 +8,7 @@ situation once. What depends on earlier failures (repeated failures, too many fa
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
@@ -149,7 +149,7 @@ class SimulatedPolicy:
         event = _event(fault, node, rank, step)
         situation = Situation(
             wanted=self._cache.wanted, layout=self.placed.layout, assignment=self.placed.assignment, nodes=(), history=self._history,
-            first_step=self.first_step, restarts=self._cache.settings.restarts,
+            first_step=self.first_step, settings=self._cache.settings,
         )  # fmt: skip
         end = verdict(situation, failures(situation, [event]))
         if end is not None:
@@ -195,8 +195,8 @@ class SimulatedPolicy:
         numbers = [node for node in range(self.placed.used + self._visible_free) if node not in gone]
         return Situation(
             wanted=self._cache.wanted, layout=self.placed.layout, assignment=self.placed.assignment,
-            nodes=tuple(Node(number, self._cache.slots) for number in numbers), dead=self._dead, first_step=self.first_step, restarts=10**9,
-            shrink=self._cache.settings.shrink, continue_degraded=self._cache.settings.continue_degraded, batch=self._cache.batch,
+            nodes=tuple(Node(number, self._cache.slots) for number in numbers), dead=self._dead, first_step=self.first_step,
+            settings=replace(self._cache.settings, restarts=10**9), batch=self._cache.batch,
         )  # fmt: skip
 
     def _decide(self, kind: tuple[object, ...], event: Event, lost: frozenset[int]) -> Action:
