@@ -44,7 +44,7 @@ _LAST_WORDS = 0.02  # seconds after a worker's death in which its last report is
 
 
 class Agent:
-    """The agent of one node of one run. Serves its parts as `NodeServices` and `FaultyNode`."""
+    """The agent of one node of one run. Its parts use it as `NodeServices`."""
 
     def __init__(self, settings: protocol.AgentSettings):
         self.rundir = RunDir(Path(settings.run_dir))

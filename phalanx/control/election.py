@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 from phalanx.control import protocol
 from phalanx.control.channel import Channel, connect
+from phalanx.control.processes import ForkClient, ReplicaProcess, Worker
 from phalanx.control.store_server import KeyValueStore
 from phalanx.events.frames import Address
 from phalanx.events.records import Event
@@ -126,7 +127,7 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 
 class NodeServices(Protocol):
-    """What the parts of a node, its controller and its `LeaderClient`, need from its agent."""
+    """What the parts of a node, such as its controller and its `LeaderClient`, need from its agent."""
 
     run: Run
     plan: Plan
@@ -138,6 +139,9 @@ class NodeServices(Protocol):
     address: Address
     terms: Terms
     stores: dict[int, KeyValueStore]
+    workers: dict[str, Worker]
+    fork_client: ForkClient
+    replica_process: ReplicaProcess
     stopping: str | None
     outcome: protocol.Outcome | None
 
@@ -145,6 +149,7 @@ class NodeServices(Protocol):
     def spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]: ...
     def join_report(self) -> protocol.Join: ...
     def reachable(self, node: int) -> bool: ...
+    def drop_link(self, node: int) -> None: ...
     async def obey(self, order: protocol.Order) -> None: ...
     def finish(self, outcome: protocol.Outcome) -> None: ...
 

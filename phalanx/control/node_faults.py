@@ -9,35 +9,20 @@ import signal
 import subprocess
 import time
 from pathlib import Path
-from typing import Protocol
 
-from phalanx.control.processes import ForkClient, ReplicaProcess, Worker
+from phalanx.control.election import NodeServices
+from phalanx.control.processes import Worker
 from phalanx.control.protocol import NodeAway, encode
 from phalanx.events.fault_log import DISK, FaultClaims, fault_record, fill_disk
-from phalanx.events.records import Event
-from phalanx.events.rundir import RunDir
 from phalanx.faults.grammar import Fault, is_node_fault, parse
 
 _DEFAULT_SECONDS = 5.0  # duration of a full disk or broken link if the fault has none
 
 
-class FaultyNode(Protocol):
-    """What `NodeFaults` needs from the agent of its node."""
-
-    node: int
-    rundir: RunDir
-    workers: dict[str, Worker]
-    fork_client: ForkClient
-    replica_process: ReplicaProcess
-
-    def emit(self, event: Event) -> None: ...
-    def drop_link(self, node: int) -> None: ...
-
-
 class NodeFaults:
     """The faults that one agent injects."""
 
-    def __init__(self, agent: FaultyNode, chaos: str):
+    def __init__(self, agent: NodeServices, chaos: str):
         self._agent = agent
         run_dir: Path = agent.rundir.path
         faults = parse(chaos)
@@ -86,7 +71,11 @@ class NodeFaults:
         elif fault.node is not None:
             self._freeze_node(fault.seconds)
         else:
-            self._freeze_rank([worker for worker in self._agent.workers.values() if worker.rank == fault.rank], fault.seconds)
+            for worker in self._living():
+                if worker.rank == fault.rank:
+                    worker.kill(signal.SIGSTOP)
+                    if fault.seconds is not None:
+                        asyncio.get_running_loop().call_later(fault.seconds, worker.kill, signal.SIGCONT)
 
     def _kill_node(self, seconds: float | None) -> None:
         """Kill every process of the node at once, like a power failure: no memory is given back."""
@@ -95,12 +84,6 @@ class NodeFaults:
         for pid in [*pids, os.getpid()]:
             if pid is not None:
                 os.kill(pid, signal.SIGKILL)
-
-    def _freeze_rank(self, workers: list[Worker], seconds: float | None) -> None:
-        for worker in workers:
-            worker.kill(signal.SIGSTOP)
-            if seconds is not None:
-                asyncio.get_running_loop().call_later(seconds, worker.kill, signal.SIGCONT)
 
     def _freeze_node(self, seconds: float | None) -> None:
         pids = [*(worker.pid for worker in self._living()), self._agent.replica_process.pid, os.getpid()]

@@ -30,11 +30,10 @@ class FaultClaims:
         """Whether the caller may inject this fault now: true for exactly one caller ever."""
         self.folder.mkdir(parents=True, exist_ok=True)
         try:
-            fd = os.open(self.folder / str(number), os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o644)
+            with (self.folder / str(number)).open("x") as file:
+                file.write(repr(time.time()))
         except FileExistsError:
             return False
-        os.write(fd, repr(time.time()).encode())
-        os.close(fd)
         return True
 
     def times(self) -> dict[int, float]:
