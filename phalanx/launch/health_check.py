@@ -25,6 +25,7 @@ from rich.table import Table
 from rich.text import Text
 
 from phalanx._version import __version__
+from phalanx.checkpointing.replicas.shm_slots import free_memory
 from phalanx.dashboard.numbers import flops, size
 from phalanx.host.probe import driver_problem, gpu_links
 from phalanx.planning.machines.catalogue import find_gpu
@@ -128,8 +129,6 @@ class HealthReport:
 
 def examine(directory: Path, machine: Machine) -> HealthReport:
     """Check everything that a run in `directory` needs. Takes as long as importing torch and writing 64 MiB."""
-    from phalanx.checkpointing.replicas.shm_slots import free_memory  # imports numpy
-
     place = _existing(directory)
     free = shutil.disk_usage(place).free
     write_speed, write_error = _write_speed(place, free)
