@@ -1,6 +1,6 @@
 """Everything that differs between kinds of devices: streams, events, pinned memory, memory statistics, backends, number formats.
 
-The only file that names `torch.cuda`. Rooms ask `of(device)` and never look at `device.type` themselves. To add a kind of device,
+The only file that names `torch.cuda`. Rooms ask `of(device)`; they look at `device.type` only for autocast and for what one kernel of torch supports. To add a kind of device,
 write one class and `register` it; the planner needs an entry in its catalogue besides.
 """
 

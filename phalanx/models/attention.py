@@ -118,7 +118,9 @@ class LatentAttention(nn.Module):
     def __init__(self, spec: ModelSpec, mla: Mla):
         super().__init__()
         self.mla = mla
-        self.scale = attention_scale(spec, mla)
+        self.scale: float = (mla.nope_dim + mla.rope_dim) ** -0.5
+        if spec.rope_scaling is not None and spec.rope_scaling.mscale_all_dim:  # once for queries and once for keys
+            self.scale *= spec.rope_scaling.temperature(spec.rope_scaling.mscale_all_dim) ** 2
         width = spec.heads * (mla.nope_dim + mla.rope_dim)
         if mla.q_rank is None:
             self.query = nn.Linear(spec.dim, width, bias=False)
@@ -165,12 +167,3 @@ class LatentAttention(nn.Module):
         # The number of heads is inferred, not stored: a tensor parallel rank that holds some of them runs the same line.
         batch, length, _ = x_BSW.shape
         return x_BSW.view(batch, length, -1, width).transpose(1, 2)
-
-
-def attention_scale(spec: ModelSpec, mla: Mla) -> float:
-    """The factor of attention scores, with YaRN's correction for a longer context, once for queries and once for keys."""
-    scale = (mla.nope_dim + mla.rope_dim) ** -0.5
-    scaling = spec.rope_scaling
-    if scaling is not None and scaling.mscale_all_dim:
-        scale *= scaling.temperature(scaling.mscale_all_dim) ** 2
-    return scale

@@ -147,7 +147,7 @@ def model_spec(folder: Path) -> ModelSpec:
         key, value, remedy = problem.args
         raise RunError(f"{folder / CONFIG}: {key} = {json.dumps(value, default=str)}: {remedy}") from None
     except (TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise RunError([f"{folder / CONFIG}: a value is not of the kind it should be ({error})."]) from None
+        raise RunError(f"{folder / CONFIG}: a value is not of the kind it should be ({error}).") from None
 
 
 def is_folder(path: Path) -> bool:
@@ -162,11 +162,11 @@ def read_config(folder: Path) -> JsonObject:
     try:
         values = json.loads(path.read_text())
     except FileNotFoundError:
-        raise RunError([f"{folder} is not a Hugging Face model: it has no {CONFIG}."]) from None
+        raise RunError(f"{folder} is not a Hugging Face model: it has no {CONFIG}.") from None
     except (OSError, ValueError, RecursionError) as error:
-        raise RunError([f"{path} cannot be read ({error})."]) from None
+        raise RunError(f"{path} cannot be read ({error}).") from None
     if not isinstance(values, dict):
-        raise RunError([f"{path} is not a table of settings."])
+        raise RunError(f"{path} is not a table of settings.")
     return values
 
 
@@ -180,7 +180,7 @@ def _family(path: Path, values: JsonObject) -> str:
     names = named if isinstance(named, list) else [named]
     known = [name for name in names if isinstance(name, str) and name in FAMILIES]
     if not known:
-        raise RunError([f"{path}: architectures = {json.dumps(named)} is not known; supported are {', '.join(FAMILIES)}."])
+        raise RunError(f"{path}: architectures = {json.dumps(named)} is not known; supported are {', '.join(FAMILIES)}.")
     return str(known[0])
 
 

@@ -40,7 +40,7 @@ _FIXED: dict[str, JsonObject] = {
 def family(spec: ModelSpec) -> str:
     """The `model_type` that computes the same as this model; RunError names each key that no family can express."""
     if spec.module is not None:
-        raise RunError([f'model.module = "{spec.module}": a custom model has no counterpart in transformers to export to.'])
+        raise RunError(f'model.module = "{spec.module}": a custom model has no counterpart in transformers to export to.')
     if spec.mla is not None:
         name = "deepseek_v3"
     elif spec.positions == "learned" or spec.norm == "layer":

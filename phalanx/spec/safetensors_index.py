@@ -41,10 +41,10 @@ def stored(folder: Path) -> dict[str, Stored]:
     index = folder / INDEX
     for path in (index, folder / SINGLE):
         if os.path.lexists(path) and not path.is_file():
-            raise RunError([f"{path} is not a file: it is a folder or a broken link. {_AGAIN}"])
+            raise RunError(f"{path} is not a file: it is a folder or a broken link. {_AGAIN}")
     if not index.is_file():
         if not (folder / SINGLE).is_file():
-            raise RunError([_no_weights(folder)])
+            raise RunError(_no_weights(folder))
         return header(folder / SINGLE)
     shards = _weight_map(index)
     tensors: dict[str, Stored] = {}
@@ -81,12 +81,12 @@ def header(file: Path) -> dict[str, Stored]:
             length = int.from_bytes(start, "little")
             text = stream.read(length) if length <= min(size - 8, _LONGEST_HEADER) else b""
     except FileNotFoundError:
-        raise RunError([f"{file} is missing. {_AGAIN}"]) from None
+        raise RunError(f"{file} is missing. {_AGAIN}") from None
     except OSError as error:
-        raise RunError([f"{file} cannot be read ({error.strerror or error})."]) from None
+        raise RunError(f"{file} cannot be read ({error.strerror or error}).") from None
     if len(start) < 8 or len(text) < length:
         short = f"its {size} bytes cannot hold the header it announces"
-        raise RunError([f"{file} is not a safetensors file, or was cut short: {short}. {_AGAIN}"])
+        raise RunError(f"{file} is not a safetensors file, or was cut short: {short}. {_AGAIN}")
     try:
         table = json.loads(text)
         table.pop("__metadata__", None)
@@ -94,9 +94,9 @@ def header(file: Path) -> dict[str, Stored]:
         if not all(name.isprintable() for name in tensors):
             raise ValueError
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        raise RunError([f"{file} does not have a safetensors header. {_AGAIN}"]) from None
+        raise RunError(f"{file} does not have a safetensors header. {_AGAIN}") from None
     if (problem := _inconsistency(tensors, 8 + length, size)) is not None:
-        raise RunError([f"{file}{problem}. {_AGAIN}"])
+        raise RunError(f"{file}{problem}. {_AGAIN}")
     return tensors
 
 
@@ -135,10 +135,10 @@ def _weight_map(index: Path) -> dict[str, str]:
         if not all(isinstance(file, str) and file.isprintable() for file in shards.values()):
             raise ValueError
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise RunError([f'{index} is not the index of a sharded model: it has no readable "weight_map". {_AGAIN}']) from None
+        raise RunError(f'{index} is not the index of a sharded model: it has no readable "weight_map". {_AGAIN}') from None
     outside = [file for file in shards.values() if os.path.basename(file) != file]
     if outside:
-        raise RunError([f"{index} names the shard {outside[0]!r}, which is not a file of this folder."])
+        raise RunError(f"{index} names the shard {outside[0]!r}, which is not a file of this folder.")
     return shards
 
 

@@ -95,15 +95,15 @@ def vocabulary_size(tokenizer: str) -> int:
     except FileNotFoundError:
         if Path(tokenizer).expanduser().is_dir():
             missing = f"{given} is a folder without {TOKENIZER_FILE}: name one that `tokenizers` or transformers wrote."
-            raise RunError([missing]) from None
+            raise RunError(missing) from None
         names = either(toml(name) for name in TOKENIZER_VOCAB)
         remedy = f"give {names}, a {TOKENIZER_FILE}, or a folder that holds one; paths are taken from {Path.cwd()}."
-        raise RunError([f"{given} does not exist: {remedy}"]) from None
+        raise RunError(f"{given} does not exist: {remedy}") from None
     except (OSError, RuntimeError) as error:  # RuntimeError: the home directory of a user who does not exist
         reason = error.strerror if isinstance(error, OSError) and error.strerror else error
-        raise RunError([f"{given} cannot be read ({reason}): check the path and its permissions."]) from None
+        raise RunError(f"{given} cannot be read ({reason}): check the path and its permissions.") from None
     except ValueError as error:
-        raise RunError([f"{given} is not a tokenizer ({error}): give a {TOKENIZER_FILE} that `tokenizers` wrote."]) from None
+        raise RunError(f"{given} is not a tokenizer ({error}): give a {TOKENIZER_FILE} that `tokenizers` wrote.") from None
 
 
 @lru_cache(16)
