@@ -103,13 +103,8 @@ def _flat_indices(shape: Sequence[int], whole: Sequence[int], offset: Sequence[i
     return indices.reshape(-1)
 
 
-def normal(seed: int, name: str, first: int, count: int, device: torch.device) -> Tensor:
-    """Elements first … first + count - 1 of the named stream of standard normal numbers, in fp32."""
-    return _drawn(seed, name, torch.arange(first, first + count, dtype=torch.int64, device=device))
-
-
 def _drawn(seed: int, name: str, bits: Tensor) -> Tensor:
-    """The elements of the named stream at the given indices; overwrites its argument.
+    """The elements of the named stream of standard normal numbers at the given indices, in fp32; overwrites its argument.
 
     SplitMix64 of the index, then Box–Muller: no element depends on another.
     """

@@ -64,8 +64,10 @@ class Draft:
         self._tables: dict[str, Where] = {}
         self._accepts_old_keys = False
 
-    def problem(self, where: Where, sentence: str) -> None:
-        """Record a problem. Keys and arguments may hold line breaks and undecodable bytes; a problem is one printable line."""
+    def problem(self, where: Where, sentence: str, *doubtful: str) -> None:
+        """Record a problem, and keys or tables that it makes doubtful. Keys and arguments may hold line breaks and undecodable bytes;
+        a problem is one printable line."""
+        self.doubtful.update(doubtful)
         line = " ".join(f"{where.label}: {sentence}".splitlines())
         self._problems.append((where, line.encode("utf-8", "backslashreplace").decode()))
 
@@ -95,7 +97,7 @@ class Draft:
         try:
             data = path.read_bytes()
         except OSError as error:
-            self._lose_file(self.file, _unreadable(path, error))
+            self.problem(self.file, _unreadable(path, error), "")
         else:
             self.read_bytes(data)
 
@@ -105,7 +107,7 @@ class Draft:
             text = data.decode("utf-8-sig")  # some editors begin a UTF-8 file with a byte-order mark
         except UnicodeDecodeError as error:
             where = self._line(data.count(b"\n", 0, error.start) + 1)
-            self._lose_file(where, f"byte 0x{data[error.start]:02x} is not UTF-8: save the run file in that encoding.")
+            self.problem(where, f"byte 0x{data[error.start]:02x} is not UTF-8: save the run file in that encoding.", "")
         else:
             self.read_text(text)
 
@@ -115,9 +117,9 @@ class Draft:
         try:
             tree, lines = tomllib.loads(text), key_lines(text)
         except RecursionError:
-            self._lose_file(self.file, "brackets are nested too deeply to be read: a run file needs two levels at most.")
+            self.problem(self.file, "brackets are nested too deeply to be read: a run file needs two levels at most.", "")
         except ValueError as error:  # a TOMLDecodeError, or an integer of thousands of digits
-            self._lose_file(*self._syntax_problem(text, error))
+            self.problem(*self._syntax_problem(text, error), "")
         else:
             tree.pop("$schema", None)  # points an editor to the schema; the run does not depend on it
             self._accepts_old_keys = text.startswith(HEADER)
@@ -130,8 +132,7 @@ class Draft:
         try:
             path, value, bare = _parse_override(text)
         except Wrong as wrong:
-            self.doubtful.add(text.partition("=")[0].strip())
-            self.problem(where, str(wrong))
+            self.problem(where, str(wrong), text.partition("=")[0].strip())
             return
         for name in reversed(path.split(".")):
             value = {name: value}
@@ -146,16 +147,14 @@ class Draft:
             here = where(parts)
             if path in RENAMED_KEYS and self._accepts_old_keys:
                 path = RENAMED_KEYS[path]
-            if ".".join(table) in (*NAMED, *FREE) and not BARE.fullmatch(name):
-                self.doubtful.add(".".join(table))
+            above = ".".join(table)
+            if above in (*NAMED, *FREE) and not BARE.fullmatch(name):
                 self.problem(
-                    here, f"{toml(name)} is no name for an entry of {'.'.join(table)}: use letters, digits, _ and - only."
+                    here, f"{toml(name)} is no name for an entry of {above}: use letters, digits, _ and - only.", above
                 )
             elif "." in name:
-                self.doubtful.add(path)
-                self.problem(
-                    here, f"{toml(name)} is one key with a dot in its name, which no table has: write it without quotes."
-                )
+                dotted = "is one key with a dot in its name, which no table has: write it without quotes"
+                self.problem(here, f"{toml(name)} {dotted}.", path)
             elif find_key(path) is not None:
                 self.settings[path] = Setting(value, here, bare)
             elif not is_table(path):
@@ -166,24 +165,16 @@ class Draft:
             elif path == "model" and isinstance(value, str):
                 self.settings["model.preset"] = Setting(value, here, None)
             else:
-                self.doubtful.add(path)
-                self.problem(here, _not_a_table(path, value))
+                self.problem(here, _not_a_table(path, value), path)
 
     def _unknown(self, path: str, where: Where, value: Any) -> None:
         if (new := RENAMED_KEYS.get(path)) is not None:
-            self.doubtful.add(new)
-            self.problem(where, f"{path} is now called {new}: write {new} = {quote(value)}.")
+            self.problem(where, f"{path} is now called {new}: write {new} = {quote(value)}.", new)
         elif path.endswith(".name") and pattern(path).endswith(".*.name"):
             self.problem(where, f"{path} = {quote(value)} is not needed: the header of its table names it, so remove it.")
         else:
             sentence, guesses = unknown_table(path) if isinstance(value, Mapping) else unknown_key(path)
-            self.doubtful.update(guesses)
-            self.problem(where, sentence)
-
-    def _lose_file(self, where: Where, sentence: str) -> None:
-        """Record that the file cannot be read at all: no key is known."""
-        self.problem(where, sentence)
-        self.doubtful.add("")
+            self.problem(where, sentence, *guesses)
 
     def _line(self, number: int) -> Where:
         return Where(number, f"{self.file.label}:{number}")
@@ -217,8 +208,7 @@ class Draft:
             try:
                 values[path] = key.read(value, bare)
             except Wrong as wrong:
-                self.problem(where, str(wrong))
-                self.doubtful.add(path)
+                self.problem(where, str(wrong), path)
                 continue
             if (refusal := key.refusal(values[path])) is not None:
                 self.problem(where, refusal)
@@ -239,8 +229,9 @@ class Draft:
         if preset is not None and preset not in PRESETS:
             guesses = either(near(preset.lower(), PRESETS, most=3))
             remedy = f"did you mean {guesses} (`phalanx models` lists them all)?" if guesses else "`phalanx models` lists them."
-            self.problem(self.blame(["model.preset"]), f"model.preset = {quote(preset)} is not a known model: {remedy}")
-            self.doubtful.add("model")
+            self.problem(
+                self.blame(["model.preset"]), f"model.preset = {quote(preset)} is not a known model: {remedy}", "model"
+            )
         return PRESETS.get(preset or "", ModelSpec())
 
     def _model(self, values: Mapping[str, Any], base: ModelSpec) -> ModelSpec:

@@ -7,6 +7,7 @@ of training (dropout, router jitter) are ignored. transformers 5 writes rotary s
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import re
@@ -75,12 +76,15 @@ class Unsupported(ValueError):
     """A setting that would change what the model computes: its key, its value and what is supported."""
 
 
-def number(key: str, value: Any, zero: bool = False) -> float:
-    """The value, if it is a number above 0, or 0 if `zero`."""
+def number(key: str, value: Any, kind: type = float, zero: bool = False) -> Any:
+    """The value as an int or a float, if it is a number above 0, or 0 if `zero`."""
     valid = isinstance(value, int | float) and not isinstance(value, bool) and (0 < value < math.inf or (zero and value == 0))
     if not valid:
         raise Unsupported(key, value, f"a number {'of 0 or more' if zero else 'above 0'} is needed here.")
-    return value  # type: ignore[no-any-return]
+    with contextlib.suppress(OverflowError):
+        if kind(value) == value:
+            return kind(value)
+    raise Unsupported(key, value, "a whole number is needed here." if kind is int else "it is too large.")
 
 
 class Config(NamedTuple):
@@ -95,18 +99,9 @@ class Config(NamedTuple):
 
     def number(self, key: str, kind: type = int, zero: bool = False) -> Any:
         """A number that the model cannot be built without; `zero`: it may be 0."""
-        value = self.get(key)
-        try:
-            given = number(key, value, zero)
-            if kind(given) == given:
-                return kind(given)
-        except OverflowError:
-            pass
-        except Unsupported:
-            if key not in self.values:
-                raise Unsupported(key, None, "the key is missing.") from None
-            raise
-        raise Unsupported(key, value, "a whole number is needed here." if kind is int else "it is too large.")
+        if key not in self.values and key not in self.defaults:
+            raise Unsupported(key, None, "the key is missing.")
+        return number(key, self.get(key), kind, zero)
 
     def is_null(self, key: str) -> bool:
         """Whether it is null, which unlike an absent key means none."""
@@ -240,7 +235,7 @@ def _qwen3_moe(config: Config) -> ModelSpec:
 def _balance(config: Config) -> float:
     """transformers adds the load-balancing loss only with `output_router_logits`."""
     enabled = config.flag("output_router_logits")
-    return float(config.number("router_aux_loss_coef", float, zero=True)) if enabled else 0.0
+    return config.number("router_aux_loss_coef", float, zero=True) if enabled else 0.0
 
 
 def _deepseek(config: Config) -> ModelSpec:
@@ -285,7 +280,7 @@ def _rope(config: JsonObject, theta: Json) -> tuple[float, RopeScaling | None]:
         raise Unsupported(
             f"{where}.{nested[0]}", settings[nested[0]], "different rotary positions per layer are not supported."
         )
-    base = float(number("rope_theta", settings.get("rope_theta") or config.get("rope_theta") or theta))
+    base = number("rope_theta", settings.get("rope_theta") or config.get("rope_theta") or theta)
     rotated = settings.get("partial_rotary_factor", config.get("partial_rotary_factor"))
     if rotated not in (None, 1, 1.0):
         raise Unsupported("partial_rotary_factor", rotated, "only 1.0 is supported: whole heads are rotated.")
@@ -300,11 +295,11 @@ def _rope(config: JsonObject, theta: Json) -> tuple[float, RopeScaling | None]:
         raise Unsupported(f"{where}.{name}", settings[name], f"it is unknown for rope_type {kind!r}.")
     longest = config.get("max_position_embeddings")
     original = config.get("original_max_position_embeddings") or settings.get("original_max_position_embeddings") or longest
-    original = int(number(f"{where}.original_max_position_embeddings", original))
+    original = number(f"{where}.original_max_position_embeddings", original, int)
     factor = settings.get("factor")
     if factor is None:
         factor = number("max_position_embeddings", longest) / original
-    factor = float(number(f"{where}.factor", factor))
+    factor = number(f"{where}.factor", factor)
     if kind == "yarn":
         return base, _yarn(settings, where, factor, original)
     low, high = (_given(settings, where, key, plain) for key, plain in (("low_freq_factor", 1.0), ("high_freq_factor", 4.0)))
@@ -314,7 +309,7 @@ def _rope(config: JsonObject, theta: Json) -> tuple[float, RopeScaling | None]:
 def _given(settings: JsonObject, where: str, key: str, plain: float) -> float:
     """A setting that may be absent or null."""
     value = settings.get(key)
-    return plain if value is None else float(number(f"{where}.{key}", value, zero=True))
+    return plain if value is None else number(f"{where}.{key}", value, zero=True)
 
 
 def _yarn(settings: JsonObject, where: str, factor: float, original: int) -> RopeScaling:

@@ -7,13 +7,18 @@ import pytest
 import torch
 
 from phalanx.models import init
-from phalanx.models.init import build, fill, materialize, normal
+from phalanx.models.init import build, fill, materialize
 from phalanx.spec.model import ModelSpec
 from phalanx.spec.tensor_slice import TensorSlice
 
 CPU = torch.device("cpu")
 SPEC = ModelSpec(vocab=50, dim=32, layers=3, heads=4, ffn=64, init_std=0.05)
 MANY = 1_000_000
+
+
+def normal(seed: int, name: str, first: int, count: int, device: torch.device) -> torch.Tensor:
+    """Elements first … first + count - 1 of the named stream."""
+    return init._drawn(seed, name, torch.arange(first, first + count, dtype=torch.int64, device=device))
 
 
 def parameters(spec: ModelSpec, seed: int) -> dict[str, torch.Tensor]:
