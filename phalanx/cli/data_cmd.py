@@ -4,8 +4,7 @@ of them needs torch."""
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,16 +16,16 @@ from phalanx.control.protocol import RESUMABLE
 from phalanx.dashboard.data_tables import SourceFormat, looking_through, show_inspected, show_sample, tokenizing
 from phalanx.dashboard.numbers import count, duration
 from phalanx.data.corpus import Corpus
-from phalanx.data.dataset import open_corpus, open_dataset
+from phalanx.data.dataset import open_corpus, open_dataset, source_name
 from phalanx.data.ingest import Progress, tokenize_into
 from phalanx.data.inspect import InspectOptions, batches, split_samples
 from phalanx.data.inspect import inspect as inspect_corpus
-from phalanx.data.token_files import META, TokenFiles, TokenMeta
+from phalanx.data.token_files import META, TokenFiles
 from phalanx.data.tokenizer import Tokenizer, open_tokenizer
 from phalanx.spec.errors import RunError
 from phalanx.spec.json_value import JsonObject
 from phalanx.spec.load import load
-from phalanx.spec.run import Data, MixedSource
+from phalanx.spec.run import Data
 from phalanx.spec.sources import kind
 
 _DEFAULT = Data()
@@ -60,18 +59,15 @@ def inspect(
         "source": source, "field": field, "tokenizer": tokenizer, "template": template, "max_bad_records": max_bad_records
     }  # fmt: skip
     settings = {key: value for key, value in given.items() if value is not None}
-    opened = _open_run_file(what, settings) if what.endswith(".toml") else _open_text(what, settings)
-    options = InspectOptions(
-        sequence_length=sequence_length or opened.sequence_length, samples=samples, characters=width, seed=seed
-    )
+    sources, opened, length = _open(what, settings)
+    options = InspectOptions(sequence_length=sequence_length or length, samples=samples, characters=width, seed=seed)
     reports = {}
-    for name, (corpus, skipped) in opened.sources.items():
+    for name, (corpus, skipped) in sources.items():
         with looking_through(console, name) as progress:
-            report = inspect_corpus(corpus, opened.tokenizer, options, progress)
-        about = opened.about(corpus, skipped)
+            report = inspect_corpus(corpus, opened, options, progress)
+        about = _format(corpus, skipped, opened)
         show_inspected(console, name, report, about)
-        known = {key: value for key, value in asdict(about).items() if value is not None}
-        reports[name] = asdict(report) | {"duplicate_share": report.duplicate_share} | known
+        reports[name] = asdict(report) | {"duplicate_share": report.duplicate_share} | asdict(about)
     finish(json, {"sources": reports})
 
 
@@ -104,59 +100,38 @@ def preview(
     finish(json, {"step": step, "batch": run.batch, "batch_digest": f"{digest:x}", "samples": shown})
 
 
-@dataclass(frozen=True, kw_only=True)
-class _OpenedSources:
-    """Sources to inspect."""
-
-    sources: dict[str, tuple[Corpus, dict[str, int]]]
-    """Corpus and number of skipped records by reason, by name."""
-    tokenizer: Tokenizer | None
-    sequence_length: int | None = None
-    stored: TokenMeta | None = None
-    """The meta file of token files."""
-
-    def about(self, corpus: Corpus, skipped: dict[str, int]) -> SourceFormat:
-        meta, tokenizer = self.stored, self.tokenizer
-        dtype = str(corpus.read(0, min(1, corpus.tokens)).dtype) if meta is None else meta.dtype
-        known = tokenizer or meta
-        if known is None:
-            return SourceFormat(dtype=dtype, skipped=skipped)
-        name = known.tokenizer if isinstance(known, TokenMeta) else known.name
-        return SourceFormat(dtype=dtype, tokenizer=name, vocab=known.vocab, end=known.end, skipped=skipped)
-
-
-def _open_run_file(what: str, settings: dict[str, Any]) -> _OpenedSources:
-    if unused := [f"--{name.replace('_', '-')}" for name in settings]:
-        raise RunError(f"{' and '.join(unused)}: {what} is a run file and has these settings; remove the option.")
-    run = load(what)
-    return _open_all(run.data, run.train.sequence_length)
-
-
-def _open_text(what: str, settings: dict[str, Any]) -> _OpenedSources:
-    if problems := check_source_kind(settings.get("source")):
-        raise RunError(problems)
-    paths = () if settings.get("source") == "stdlib" else (what,)
-    data = Data(**{"paths": paths} | settings)
-    if kind(data) == "tokens" and "tokenizer" not in settings:
-        folder = Path(what).parent if Path(what).name == META else Path(what)
-        files = TokenFiles(folder.expanduser())
-        return _OpenedSources(
-            sources={"tokens": (files, files.meta.skipped)}, tokenizer=_tokenizer_of(files), stored=files.meta
-        )
-    return _open_all(data, None)
-
-
-def _open_all(data: Data, sequence_length: int | None) -> _OpenedSources:
+def _open(
+    what: str, settings: dict[str, Any]
+) -> tuple[dict[str, tuple[Corpus, dict[str, int]]], Tokenizer | None, int | None]:
+    """Each source by name with the number of its skipped records by reason; their tokenizer; the sequence length of a run file."""
+    data, sequence_length = Data(), None
+    if what.endswith(".toml"):
+        if unused := [f"--{name.replace('_', '-')}" for name in settings]:
+            raise RunError(f"{' and '.join(unused)}: {what} is a run file and has these settings; remove the option.")
+        run = load(what)
+        data, sequence_length = run.data, run.train.sequence_length
+    else:
+        if problems := check_source_kind(settings.get("source")):
+            raise RunError(problems)
+        data = Data(**{"paths": () if settings.get("source") == "stdlib" else (what,)} | settings)
+        if kind(data) == "tokens" and "tokenizer" not in settings:
+            files = TokenFiles((Path(what).parent if Path(what).name == META else Path(what)).expanduser())
+            return {"tokens": (files, files.meta.skipped)}, _tokenizer_of(files), None
     tokenizer = open_tokenizer(data.tokenizer, data.end_token)
-    return _OpenedSources(sources=dict(_corpora(data, tokenizer)), tokenizer=tokenizer, sequence_length=sequence_length)
-
-
-def _corpora(data: Data, tokenizer: Tokenizer) -> Iterator[tuple[str, tuple[Corpus, dict[str, int]]]]:
+    sources = {}
     for source in data.mix or (data,):
-        name = source.name if isinstance(source, MixedSource) else kind(source)
         with tokenizing(console) as progress:
-            opened = open_corpus(source, data, tokenizer, progress)
-        yield name, opened
+            sources[source_name(source)] = open_corpus(source, data, tokenizer, progress)
+    return sources, tokenizer, sequence_length
+
+
+def _format(corpus: Corpus, skipped: dict[str, int], tokenizer: Tokenizer | None) -> SourceFormat:
+    dtype = str(corpus.read(0, min(1, corpus.tokens)).dtype)
+    if tokenizer is not None:
+        return SourceFormat(dtype=dtype, tokenizer=tokenizer.name, vocab=tokenizer.vocab, end=tokenizer.end, skipped=skipped)
+    assert isinstance(corpus, TokenFiles), "only token files can be read without their tokenizer"
+    meta = corpus.meta
+    return SourceFormat(dtype=dtype, tokenizer=meta.tokenizer, vocab=meta.vocab, end=meta.end, skipped=skipped)
 
 
 def _tokenizer_of(files: TokenFiles) -> Tokenizer | None:
@@ -222,12 +197,12 @@ def tokenize(
 def _tokenize(data: Data, out: str, *, force: bool, json: bool) -> None:
     """Makes the token files and reports them."""
     opened = open_tokenizer(data.tokenizer, data.end_token)
-    begin, kept = time.monotonic(), [0]
+    begin, progresses = time.monotonic(), list[Progress]()
     try:
         with tokenizing(console) as shown:
 
             def show(progress: Progress) -> None:
-                kept.append(progress.kept)
+                progresses[:] = [progress]
                 shown(progress)
 
             meta = tokenize_into(Path(out).expanduser(), data, data, opened, force=force, progress=show)
@@ -235,19 +210,11 @@ def _tokenize(data: Data, out: str, *, force: bool, json: bool) -> None:
         console.print(f"Stopped. Finished parts are in {out}: run the same command to resume.", soft_wrap=True)
         raise typer.Exit(RESUMABLE) from None
     seconds = time.monotonic() - begin
-    speed = (meta.tokens - kept[-1] if len(kept) > 1 else 0) / seconds
-    result = {
-        "out": out,
-        "documents": meta.documents,
-        "tokens": meta.tokens,
-        "skipped": meta.skipped,
-        "parts": len(meta.parts),
-        "seconds": round(seconds, 3),
-        "tokens_per_second": round(speed, 1),
-        "fingerprint": meta.fingerprint,
-    }
+    speed = sum(meta.tokens - last.kept for last in progresses) / seconds
     if json:
-        print_json(result)
+        table = {name: getattr(meta, name) for name in ("documents", "tokens", "skipped", "fingerprint")}
+        speeds = {"seconds": round(seconds, 3), "tokens_per_second": round(speed, 1)}
+        print_json({"out": out, "parts": len(meta.parts)} | table | speeds)
         return
     skipped = "".join(f"; {number} skipped ({reason})" for reason, number in meta.skipped.items())
     console.print(

@@ -8,14 +8,13 @@ import hashlib
 import os
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from phalanx.data.bestfit import BestFitPacking
 from phalanx.data.corpus import ChainedCorpus, Corpus, MemoryCorpus, TextFileCorpus
 from phalanx.data.files import find_files, is_compressed, is_url, paths_key, stdlib_files, table_key
-from phalanx.data.mix import MixedSamples, Mixture
+from phalanx.data.mix import Mixture, sample_limit
 from phalanx.data.pack import Intervals, Packing, Samples, StreamPacking, split
 from phalanx.data.token_files import META, TokenFiles
 from phalanx.data.tokenizer import ByteTokenizer, Tokenizer, open_tokenizer
@@ -33,8 +32,13 @@ class Dataset:
     """A run's text, ready to be sampled."""
 
     def __init__(self, sources: Sequence[OpenedSource], tokenizer: Tokenizer):
-        self.train = Mixture([source.train for source in sources])
-        self.eval: dict[str, Samples] = {source.name: source.eval for source in sources if source.eval is not None}
+        weights = [
+            opened.source.weight for opened in sources if isinstance(opened.source, MixedSource) and opened.source.weight
+        ]
+        assert len(weights) in (0, len(sources)), "checked when the run file is loaded"
+        epochs = [opened.source.epochs for opened in sources]
+        self.train = Mixture([opened.train for opened in sources], weights or None, epochs)
+        self.eval: dict[str, Samples] = {opened.train.name: opened.eval for opened in sources if opened.eval is not None}
         """Held-out samples by source, shuffled, so that the first few represent all; empty if data.eval_fraction = 0."""
         self.tokenizer = tokenizer
         packings = [samples.packing for samples in self.train.sources]
@@ -42,9 +46,9 @@ class Dataset:
         """Training tokens in one epoch of all sources, end tokens included."""
         self.padding_ratio = sum(packing.padding_ratio * packing.count for packing in packings) / self.train.count
         """Fraction of all window positions that is padding."""
-        self.skipped = {source.name: source.skipped for source in sources if source.skipped}
+        self.skipped = {opened.train.name: opened.skipped for opened in sources if opened.skipped}
         """Number of bad records, by source and reason."""
-        self._corpora = {source.name: source.corpus for source in sources}
+        self._corpora = {opened.train.name: opened.corpus for opened in sources}
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -55,13 +59,12 @@ class Dataset:
         return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class OpenedSource:
+class OpenedSource(NamedTuple):
     """One source of a run."""
 
-    name: str
+    source: Source
     corpus: Corpus
-    train: MixedSamples
+    train: Samples
     eval: Samples | None
     skipped: dict[str, int]
 
@@ -88,7 +91,7 @@ def _open_source(
     source: Source, data: Data, tokenizer: Tokenizer, length: int, seed: int, progress: ProgressCallback | None
 ) -> OpenedSource:
     corpus, skipped = open_corpus(source, data, tokenizer, progress)
-    name = source.name if isinstance(source, MixedSource) else kind(source)
+    name = source_name(source)
     of_table = f" of {table_key(source)}" if data.mix else ""
     # A small source holds out one window even if the fraction is less.
     train_part, eval_part = split(corpus.blocks(), data.eval_fraction, _HELD_OUT_SEED, least=length + 1)
@@ -101,13 +104,16 @@ def _open_source(
     if problems:
         raise RunError(problems)
     samples = Samples(train, seed if source.seed is None else source.seed, data.shuffle, name)
-    mixed = MixedSamples(samples, source.weight if isinstance(source, MixedSource) else None, source.epochs)
-    if mixed.cap == 0:
+    if sample_limit(samples.count, source.epochs) == 0:
         raise RunError(
             f"{table_key(source)}.epochs = {source.epochs} of {samples.count} windows of train.sequence_length = "
             f"{length} is less than one; give it at least {1 / samples.count:.2g} or remove the source."
         )
-    return OpenedSource(name, corpus, mixed, evaluation, skipped)
+    return OpenedSource(source, corpus, samples, evaluation, skipped)
+
+
+def source_name(source: Source) -> str:
+    return source.name if isinstance(source, MixedSource) else kind(source)
 
 
 def pack(corpus: Corpus, intervals: Intervals, length: int, tokenizer: Tokenizer, data: Data) -> Packing:

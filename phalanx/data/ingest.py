@@ -42,12 +42,9 @@ class Progress:
     bytes: int
     size: int | None
     """Bytes in total; None: unknown."""
-    documents: int
     tokens: int
     kept: int
     """Tokens from an earlier start."""
-    skipped: int
-    """Bad records."""
     tokens_per_second: float = 0.0
     """Average since this start."""
 
@@ -177,7 +174,7 @@ class _Totals:
         self.results: dict[int, PieceResult] = {}
         self.skipped: Counter[str] = Counter()
         self._examples: dict[str, list[str]] = {}
-        self._bytes = self._tokens = self._documents = self._kept = 0
+        self._bytes = self._tokens = self._kept = 0
 
     def add(self, result: PieceResult, *, kept: bool = False) -> None:
         """`kept`: the result is from an earlier start."""
@@ -191,13 +188,12 @@ class _Totals:
         self._bytes += result.size
         if result.part is not None:
             self._tokens += result.part.tokens
-            self._documents += result.part.documents
             self._kept += result.part.tokens if kept else 0
         check_limit(self._plan.spec, self.skipped, self._examples)
 
     def check_any_good(self) -> None:
         """Raises RunError if no record is good."""
-        if self._documents:
+        if self._tokens:
             return
         key, name = paths_key(self._plan.spec.source), self._plan.spec.name
         if not self.skipped:
@@ -212,10 +208,8 @@ class _Totals:
             name=self._plan.spec.name,
             bytes=self._bytes + unfinished.bytes,
             size=self._plan.size,
-            documents=self._documents + unfinished.documents,
             tokens=tokens,
             kept=self._kept,
-            skipped=self.skipped.total() - self.skipped[EMPTY],
             tokens_per_second=(tokens - self._kept) / (time.monotonic() - self._start),
         )
 

@@ -6,7 +6,6 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Generic, Protocol, Self, TypeVar
 
 import numpy as np
@@ -91,9 +90,3 @@ class Loader(Generic[T]):
         """Stop the thread after its current step at the latest, and wait for it. May be called twice."""
         self._thread.shutdown(cancel_futures=True)
         self._steps.clear()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()

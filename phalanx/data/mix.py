@@ -129,35 +129,24 @@ def quotas(shares: Sequence[Fraction], period: int) -> tuple[int, ...]:
     return tuple(whole)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class MixedSamples:
-    """One source of a mixture."""
-
-    samples: Samples
-    weight: float | None = None
-    epochs: float | None = None
-    """Maximum number of epochs."""
-
-    @property
-    def cap(self) -> int | None:
-        """Maximum number of samples; None: no limit."""
-        # 0.1 epochs of ten windows are one sample, in spite of floating point.
-        return None if self.epochs is None else math.floor(self.epochs * self.samples.count + 1e-9)
+def sample_limit(windows: int, epochs: float | None) -> int | None:
+    """Number of samples in so many epochs; None: no limit."""
+    # 0.1 epochs of ten windows are one sample, in spite of floating point.
+    return None if epochs is None else math.floor(epochs * windows + 1e-9)
 
 
 class Mixture:
     """The samples of a run."""
 
-    def __init__(self, sources: Sequence[MixedSamples]):
-        """All sources have weights or none has, and every cap is at least 1."""
-        self.sources = tuple(source.samples for source in sources)
-        self.count = sum(samples.count for samples in self.sources)
+    def __init__(
+        self, sources: Sequence[Samples], weights: Sequence[float] | None = None, epochs: Sequence[float | None] | None = None
+    ):
+        """`weights`: None means in proportion to the windows. `epochs`: the maximum of each source, None for no limit."""
+        self.sources = tuple(sources)
+        counts = [samples.count for samples in sources]
+        self.count = sum(counts)
         """Windows of all sources: the samples of one epoch if there are no weights."""
-        weights = [source.weight for source in sources if source.weight is not None]
-        assert len(weights) in (0, len(sources)), "checked when the run file is loaded"
-        self._order = SourceOrder(
-            [samples.count for samples in self.sources], weights or None, [source.cap for source in sources]
-        )
+        self._order = SourceOrder(counts, weights, list(map(sample_limit, counts, epochs or [None] * len(counts))))
         self.limit = self._order.limit
         """Number of samples in all; None: no limit."""
 
@@ -165,8 +154,6 @@ class Mixture:
         source, number = self._order(indices)
         present = sorted(set(source.tolist()))
         parts: list[Window] = [self.sources[which].windows(number[source == which]) for which in present]
-        if len(parts) == 1:
-            return Batch(*parts[0], np.array(indices, dtype=np.int64))
         # The target row of each row of the concatenated parts.
         back = np.argsort(np.concatenate([np.flatnonzero(source == which) for which in present]))
         joined = Window(*(np.concatenate(arrays)[back] for arrays in zip(*parts, strict=True)))

@@ -237,7 +237,6 @@ class PieceProgress(NamedTuple):
 
     bytes: int = 0
     tokens: int = 0
-    documents: int = 0
 
 
 @dataclass(kw_only=True, slots=True)
@@ -331,7 +330,7 @@ class PieceTokenizer:
                 self._encode(batch, writer)
                 read += length
                 batch, length = [], 0
-                report(PieceProgress(bytes=min(read, piece.size), tokens=writer.tokens, documents=writer.documents))
+                report(PieceProgress(bytes=min(read, piece.size), tokens=writer.tokens))
         self._encode(batch, writer)
         return True
 

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from torch import Tensor, nn
+from torch import Tensor
 
 from phalanx._version import __version__
 from phalanx.checkpointing import offline_writer
@@ -172,21 +172,13 @@ def export_checkpoint(
         for entry in table:
             _export(entry, saved, writer, [copy for copy, original in copies.items() if original == entry.parts[0].hf_name])
         match = None if reference is None else check(unfinished, reference)
-        for file in unfinished.iterdir():
-            _sync(file)
+        for path in unfinished.iterdir():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())  # an export that has its final name survives a crash of the machine
     return Converted(
         path=out, family=family, parameters=spec.parameters(), bytes=writer.bytes, files=writer.files, dtype=written,
         notes=tuple(notes), match=match,
     )  # fmt: skip
-
-
-def _sync(file: Path) -> None:
-    """Flush a file to disk, so that it survives a crash of the machine."""
-    fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def _export(entry: Entry, saved: CheckpointReader, writer: WeightsWriter, copies: list[str]) -> None:
@@ -337,18 +329,13 @@ def _ours(folder: Path, reference: ReferenceLogits) -> tuple[Tensor, Tensor]:
         hf_mapping.fill(state, tuple(entry for entry in table if entry.name in state), files.rows)
         exact = part(exact, positions)
         if reference.compute != "fp32":
-            rounded = _in_format(part, rounded, positions, reference)
+            if reference.compute == "fp8":
+                fp8.apply([part], "row" if reference.scaling == "row" else "tensor", _CPU)
+            with computing(reference.compute, _CPU):
+                rounded = part(rounded, positions)
         part.to_empty(device=torch.device("meta"))  # frees the block's memory
     exact_KV = exact[0, reference.positions_K].float()
     return exact_KV, exact_KV if reference.compute == "fp32" else rounded[0, reference.positions_K].float()
-
-
-def _in_format(part: nn.Module, x: Tensor, positions: Tensor, reference: ReferenceLogits) -> Tensor:
-    if reference.compute == "fp8":
-        fp8.apply([part], "row" if reference.scaling == "row" else "tensor", _CPU)
-    with computing(reference.compute, _CPU):
-        answer: Tensor = part(x, positions)
-    return answer
 
 
 def _theirs(folder: Path, reference: ReferenceLogits) -> Tensor:
@@ -366,4 +353,7 @@ def _theirs(folder: Path, reference: ReferenceLogits) -> Tensor:
 def _has_memory(folder: Path) -> bool:
     """Whether transformers, which loads the whole model, has enough memory next to training."""
     values = sum((tensor.end - tensor.begin) // SIZES[tensor.dtype] for tensor in WeightsFolder(folder).tensors.values())
-    return _ROOM * 4 * values < free_memory()
+    try:
+        return _ROOM * 4 * values < free_memory()
+    except OSError:  # not every system has /proc
+        return True

@@ -85,22 +85,19 @@ class Scorer:
         return requests
 
     @torch.inference_mode()
-    def score(self, requests: Sequence[Request]) -> Iterator[tuple[int, Score]]:
-        """(index of the request, its score), the longest first: a batch too large for the device fails at once, and requests of similar
-        length share a batch."""
+    def scores(self, requests: Sequence[Request]) -> list[Score]:
+        """All scores, in the order of the requests. The longest are computed first: a batch too large for the device fails at once, and
+        requests of similar length share a batch."""
         for number, request in enumerate(requests):
             self._check(number, request)
+        scores = [Score(0.0, True, 0)] * len(requests)  # of an empty continuation
         lengths = [len(request.context) + len(request.continuation) for request in requests]
         order = sorted((i for i in range(len(requests)) if requests[i].continuation), key=lambda i: -lengths[i])
-        yield from ((i, Score(0.0, True, 0)) for i, request in enumerate(requests) if not request.continuation)
         for first in range(0, len(order), self.batch):
             chosen = order[first : first + self.batch]
-            yield from zip(chosen, self._score_batch([requests[i] for i in chosen]), strict=True)
-
-    def scores(self, requests: Sequence[Request]) -> list[Score]:
-        """All scores, in the order of the requests."""
-        by_index = dict(self.score(requests))
-        return [by_index[i] for i in range(len(requests))]
+            for i, score in zip(chosen, self._score_batch([requests[i] for i in chosen]), strict=True):
+                scores[i] = score
+        return scores
 
     def _score_batch(self, requests: Sequence[Request]) -> list[Score]:
         # The last token is predicted but not read, so that one more than the context fits.

@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import random
 from collections import Counter
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -132,7 +133,9 @@ def test_mixture_is_the_same_on_any_number_of_ranks_and_after_a_resume(tmp_path:
             cuts = sorted(rng.sample(range(1, steps), 5))
             for first, last in zip([0, *cuts], [*cuts, steps], strict=True):  # killed and resumed, each time opened anew
                 again = open_dataset(data, 24, seed=7)
-                with Loader(again.train, share, start=first * batch, prefetch=3, prepare=lambda given: given) as loader:
+                with closing(
+                    Loader(again.train, share, start=first * batch, prefetch=3, prepare=lambda given: given)
+                ) as loader:
                     for step in range(first, last):
                         seen[step] += next(loader)
         for step in range(steps):

@@ -5,6 +5,7 @@ import threading
 import time
 import traceback
 import weakref
+from contextlib import closing
 from itertools import islice
 
 import numpy as np
@@ -55,7 +56,7 @@ def test_any_number_of_replicas_and_micro_batches_reads_the_same_samples(start: 
             shares = [ReplicaShare(batch=batch, replica=r, replicas=replicas, micro_batch=micro_batch) for r in range(replicas)]
             seen: list[list[list[Batch]]] = []
             for share in shares:
-                with loader(share, start=start) as steps_of_one:
+                with closing(loader(share, start=start)) as steps_of_one:
                     seen.append(list(islice(steps_of_one, steps)))
             for t in range(steps):
                 parts = [micro for replica in seen for micro in replica[t]]
@@ -66,11 +67,11 @@ def test_any_number_of_replicas_and_micro_batches_reads_the_same_samples(start: 
 
 
 def test_loader_started_halfway_continues_where_another_stopped() -> None:
-    with loader() as one:
+    with closing(loader()) as one:
         before = [step[0].samples[0] for step in islice(one, 10)]
         position = one.position
     assert position == 40
-    with loader(start=position) as two, loader() as whole:
+    with closing(loader(start=position)) as two, closing(loader()) as whole:
         after = [step[0].samples[0] for step in islice(two, 10)]
         assert before + after == [step[0].samples[0] for step in islice(whole, 20)]
 
@@ -89,7 +90,7 @@ def test_loader_prefetches_the_requested_number_of_steps() -> None:
         return made[-1]
 
     share = ReplicaShare(batch=2, replica=0, replicas=1, micro_batch=2)
-    with Loader(SAMPLES, share, start=0, prefetch=3, prepare=prepare) as steps:
+    with closing(Loader(SAMPLES, share, start=0, prefetch=3, prepare=prepare)) as steps:
         wait_until(third)
         assert next(steps) == [0]
         assert not too_many.wait(0.1)
@@ -97,7 +98,7 @@ def test_loader_prefetches_the_requested_number_of_steps() -> None:
 
 
 def test_loader_prepares_batches_in_its_thread() -> None:
-    with Loader(SAMPLES, ALONE, start=0, prefetch=1, prepare=lambda batch: threading.current_thread()) as steps:
+    with closing(Loader(SAMPLES, ALONE, start=0, prefetch=1, prepare=lambda batch: threading.current_thread())) as steps:
         (thread, other) = next(steps)
         assert thread is other
         assert thread is not threading.current_thread()

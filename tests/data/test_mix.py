@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from corpora import Masked
 
-from phalanx.data.mix import MixedSamples, Mixture, SourceOrder, quotas
+from phalanx.data.mix import Mixture, SourceOrder, quotas
 from phalanx.data.pack import Samples, StreamPacking
 
 PERIOD = 1 << 20
@@ -110,22 +110,24 @@ def test_mixture_of_limited_sources_ends_with_all_samples() -> None:
 
 def test_mixture_of_one_source_equals_the_source() -> None:
     alone = source("a", 1, 300, seed=4)
-    mixture = Mixture([MixedSamples(alone)])
+    mixture = Mixture([alone])
     assert (mixture.count, mixture.limit) == (300, None)
     for indices in (np.arange(50), np.array([299, 300, 7, 10**12])):
         assert np.array_equal(mixture.batch(indices).tokens, alone.batch(indices).tokens)
         assert mixture.batch(indices).samples.tolist() == indices.tolist()
-    assert Mixture([MixedSamples(alone, epochs=0.5)]).limit == 150
-    assert Mixture([MixedSamples(source("a", 1, 10), epochs=0.7)]).limit == 7
+    assert Mixture([alone], epochs=[0.5]).limit == 150
+    assert Mixture([source("a", 1, 10)], epochs=[0.7]).limit == 7
 
 
 def test_mixture_batch_is_the_same_for_any_grouping_of_indices() -> None:
     mixture = Mixture(
         [
-            MixedSamples(source("a", 1, 300), 3.0),
-            MixedSamples(source("b", 2, 50, seed=9), 1.0, 2.5),
-            MixedSamples(source("c", 3, 700), 2.0),
-        ]
+            source("a", 1, 300),
+            source("b", 2, 50, seed=9),
+            source("c", 3, 700),
+        ],
+        weights=[3.0, 1.0, 2.0],
+        epochs=[None, 2.5, None],
     )
     whole = mixture.batch(np.arange(2000))
     rng = np.random.default_rng(0)
@@ -145,7 +147,7 @@ def test_mixture_batch_is_the_same_for_any_grouping_of_indices() -> None:
 
 
 def test_mixture_without_shuffling_keeps_file_order() -> None:
-    mixture = Mixture([MixedSamples(source("a", 1, 20, shuffle=False)), MixedSamples(source("b", 2, 10, shuffle=False))])
+    mixture = Mixture([source("a", 1, 20, shuffle=False), source("b", 2, 10, shuffle=False)])
     tokens = mixture.batch(np.arange(60)).tokens
     for first, windows in ((1, 20), (2, 10)):
         assert tokens[tokens[:, 0] == first, 3].tolist() == [*range(windows)] * 2
