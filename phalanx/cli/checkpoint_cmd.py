@@ -29,7 +29,7 @@ from phalanx.checkpointing.find_checkpoint import (
 )
 from phalanx.checkpointing.location import Local
 from phalanx.cli.options import CHECKPOINT, AsJson, parse_size
-from phalanx.cli.output import console, finish, print_json
+from phalanx.cli.output import console, finish, print_json, tracked
 from phalanx.dashboard import checkpoint_tables as show
 from phalanx.dashboard.numbers import size as format_size
 from phalanx.events.rundir import RunDir
@@ -114,13 +114,9 @@ def _change(path: str, tensors: dict[str, SavedTensor], asked: str) -> show.Layo
     then, now = on_saved_layout(found, marker), on_layout(found, marker, asked)
     before: Cuts = {}
     after: Cuts = {}
-    with _progress("planning", len(now.distinct) + (len(then.distinct) if then else 0)) as advance:
-        read = []
-        for need in read_needs(tensors, now.holds, now.distinct, after):
-            read.append(need)
-            advance(1)
-        for _ in read_needs(tensors, then.holds, then.distinct, before) if then is not None else ():
-            advance(1)
+    read = list(tracked(read_needs(tensors, now.holds, now.distinct, after), "planning", len(now.distinct)))
+    if then is not None:
+        list(tracked(read_needs(tensors, then.holds, then.distinct, before), "planning", len(then.distinct)))
     uncut = {name: {TensorSlice.full(held.shape)} for name, held in tensors.items()}
     cut = [name for name in tensors if after.get(name) != (before if then is not None else uncut).get(name)]
     return show.LayoutChange(
@@ -174,15 +170,9 @@ def diff(
     from phalanx.checkpointing.restore import CheckpointReader, Difference, compare, compare_metadata
 
     one_, other = (CheckpointReader(place) for place in places)
-    different: list[Difference] = []
-    equal = 0
-    with _progress("comparing", len({*one_.names, *other.names})) as advance:
-        for found in compare(one_, other):
-            if isinstance(found, Difference):
-                different.append(found)
-            else:
-                equal += 1
-            advance(1)
+    compared = list(tracked(compare(one_, other), "comparing", len({*one_.names, *other.names})))
+    different = [result for result in compared if isinstance(result, Difference)]
+    equal = len(compared) - len(different)
     one_.close()
     other.close()
     # Step counters come last: between different steps they all differ and would hide the rest.
@@ -301,12 +291,8 @@ def export(
         written = to_safetensors(saved, out, optimizer=optimizer, dtype=format_, shard_size=limit)
     saved.close()
     if json:
-        print_json(
-            {
-                "path": str(out), "format": kind, "tensors": written.tensors, "values": written.values, "bytes": written.bytes,
-                "files": written.files, "dtypes": list(written.formats),
-            }
-        )  # fmt: skip
+        table = asdict(written)
+        print_json({"path": str(out), "format": kind, "dtypes": table.pop("formats")} | table)
         return
     dtypes = "+".join(written.formats)
     print(f"{written.tensors} tensors ({dtypes}, {format_size(written.bytes)}, {_files(written.files)}) → {out}")
@@ -357,9 +343,8 @@ def import_(
 def _print_report(converted: Converted, json: bool) -> bool:
     """Prints the object of --json and returns True, or prints the notes for people."""
     if json:
-        names = ("family", "parameters", "bytes", "files", "dtype", "notes")
-        table = {"path": str(converted.path)} | {name: getattr(converted, name) for name in names}
-        print_json(table | (asdict(converted.match) if converted.match is not None else {}))
+        table = asdict(converted) | {"path": str(converted.path)}
+        print_json(table | (table.pop("match") or {}))
         return True
     for note in converted.notes:
         print(f"Note: {note}")

@@ -100,9 +100,7 @@ def preview(
     finish(json, {"step": step, "batch": run.batch, "batch_digest": f"{digest:x}", "samples": shown})
 
 
-def _open(
-    what: str, settings: dict[str, Any]
-) -> tuple[dict[str, tuple[Corpus, dict[str, int]]], Tokenizer | None, int | None]:
+def _open(what: str, settings: dict[str, Any]) -> tuple[dict[str, tuple[Corpus, dict[str, int]]], Tokenizer | None, int | None]:
     """Each source by name with the number of its skipped records by reason; their tokenizer; the sequence length of a run file."""
     data, sequence_length = Data(), None
     if what.endswith(".toml"):

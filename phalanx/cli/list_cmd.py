@@ -4,16 +4,15 @@
 from __future__ import annotations
 
 import json as encoding
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
 
 from phalanx.cli.options import AsJson
-from phalanx.cli.output import console, finish, print_json
+from phalanx.cli.output import console, finish, plain_table, print_json
 from phalanx.dashboard.numbers import count, size
 from phalanx.host.probe import this_machine
 from phalanx.planning.machines.catalogue import KINDS, entries, named_gpu
@@ -26,17 +25,14 @@ _STATE_BYTES = 16  # per parameter in training: weight, gradient and two Adam mo
 
 def models(json: AsJson = False) -> None:
     """List the model presets with their size and cost."""
-    rows = []
-    table = Table(box=None, header_style="bold")
-    for title in ("preset", "parameters", "active", "GFLOP/token", "training state"):
-        table.add_column(title, justify="left" if title == "preset" else "right")
+    rows, cells = [], []
     for name, preset in PRESETS.items():
         spec = replace(preset, vocab=preset.vocab or TOKENIZER_VOCAB["byte"])
         total, active, flops = spec.parameters(), spec.active_parameters(), spec.flops_per_token(spec.context)
         state = total * _STATE_BYTES
-        table.add_row(name, count(total), count(active), f"{flops / 1e9:,.3f}", size(state))
+        cells.append((name, count(total), count(active), f"{flops / 1e9:,.3f}", size(state)))
         rows.append({"name": name, "parameters": total, "active": active, "flops_per_token": flops, "state_bytes": state})
-    console.print(table)
+    console.print(plain_table(("preset", "parameters", "active", "GFLOP/token", "training state"), cells))
     finish(json, {"models": rows})
 
 
@@ -49,7 +45,7 @@ def clusters(
     chosen = [name for name in _COLUMNS if kind in (None, name)]
     for name in chosen:
         titles, row = _COLUMNS[name]
-        console.print(_table(titles, [(key, *map(str, row(key, entry))) for key, entry in entries(name).items()]))
+        console.print(plain_table(titles, [(key, *map(str, row(key, entry))) for key, entry in entries(name).items()]))
         console.print()
     finish(json, {name: {key: dict(value) for key, value in entries(name).items()} for name in chosen})
 
@@ -90,16 +86,6 @@ _COLUMNS: dict[str, tuple[tuple[str, ...], Callable[[str, Any], tuple[str, ...]]
     "failures": (("failures", "GPU-days of one", ""), _failure_row),
 }
 """Titles of each kind's table, and the cells of an entry after its name."""
-
-
-def _table(titles: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> Table:
-    table = Table(box=None, header_style="bold")
-    for place, title in enumerate(titles):
-        number = place > 0 and all(row[place].replace(",", "").replace(".", "").isdigit() or not row[place] for row in rows)
-        table.add_column(title, justify="right" if number else "left", no_wrap=place == 0)
-    for row in rows:
-        table.add_row(*row)
-    return table
 
 
 def schema(json: AsJson = False) -> None:

@@ -5,16 +5,14 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
-from rich.progress import track
-from rich.table import Table
 
 from phalanx.cli.options import SOURCE_KINDS, AsJson, Device, Field, Template, check_source_kind
-from phalanx.cli.output import console, finish, print_json
+from phalanx.cli.output import console, finish, plain_table, print_json, tracked
 from phalanx.dashboard.data_tables import tokenizing
 from phalanx.dashboard.numbers import count, number, percent
 from phalanx.spec import hf_config
@@ -53,22 +51,11 @@ def eval(
     json: AsJson = False,
 ) -> None:
     """Evaluate a model: held-out loss and perplexity per source, or accuracy on multiple-choice questions."""
-    given = {
-        "source": source,
-        "paths": tuple(path or ()),
-        "field": field,
-        "split": split,
-        "config": config,
-        "template": template,
-    }
-    options = _Options(
-        source={key: value for key, value in given.items() if value},
-        sequence_length=sequence_length,
-        sequences=sequences,
-        batch=batch,
-        max_bad_records=max_bad_records,
-    )
-    options.check(checkpoint, choices)
+    paths = tuple(path or ())
+    given = {"source": source, "paths": paths, "field": field, "split": split, "config": config, "template": template}
+    settings = {key: value for key, value in given.items() if value}
+    _check_source(checkpoint, settings, choices)
+    options = _Options(settings, sequence_length, sequences, batch, max_bad_records)
     from phalanx.evaluation.open_model import open_model
 
     opened = open_model(checkpoint, device)
@@ -76,8 +63,7 @@ def eval(
     finish(json, result | {"checkpoint": str(opened.path)})
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Options:
+class _Options(NamedTuple):
     """The options of one call."""
 
     source: dict[str, Any]
@@ -87,20 +73,20 @@ class _Options:
     batch: int | None
     max_bad_records: int | None
 
-    def check(self, checkpoint: str, choices: Path | None) -> None:
-        problems: list[str] = []
-        kind = self.source.get("source")
-        problems += check_source_kind(kind)
-        if self.source and not (kind or self.source.get("paths")):
-            problems.append(f"--{next(iter(self.source))} describes a source: add --path or --source.")
-        if self.source and choices is not None:
-            problems.append("--choices and a source exclude each other: use one of them.")
-        if "://" not in checkpoint and hf_config.is_folder(Path(checkpoint)) and not self.source and choices is None:
-            problems.append(
-                f"{checkpoint} is a Hugging Face folder, which has no held-out text: name text with --path, or use --choices."
-            )
-        if problems:
-            raise RunError(problems)
+
+def _check_source(checkpoint: str, source: dict[str, Any], choices: Path | None) -> None:
+    kind = source.get("source")
+    problems = check_source_kind(kind)
+    if source and not (kind or source.get("paths")):
+        problems.append(f"--{next(iter(source))} describes a source: add --path or --source.")
+    if source and choices is not None:
+        problems.append("--choices and a source exclude each other: use one of them.")
+    if "://" not in checkpoint and hf_config.is_folder(Path(checkpoint)) and not source and choices is None:
+        problems.append(
+            f"{checkpoint} is a Hugging Face folder, which has no held-out text: name text with --path, or use --choices."
+        )
+    if problems:
+        raise RunError(problems)
 
 
 def _choices(opened: Opened, path: Path, options: _Options) -> dict[str, Any]:
@@ -126,13 +112,8 @@ def _choices(opened: Opened, path: Path, options: _Options) -> dict[str, Any]:
             "their beginning was cut off.",
             style="yellow",
         )
-    return {
-        "accuracy": chosen.accuracy,
-        "accuracy_normalized": chosen.accuracy_normalized,
-        "questions": chosen.questions,
-        "truncated": chosen.truncated,
-        "skipped": dict(bad.reasons),
-    }
+    names = ("accuracy", "accuracy_normalized", "questions", "truncated")
+    return {name: getattr(chosen, name) for name in names} | {"skipped": dict(bad.reasons)}
 
 
 def _loss(opened: Opened, options: _Options) -> dict[str, Any]:
@@ -141,10 +122,7 @@ def _loss(opened: Opened, options: _Options) -> dict[str, Any]:
 
     measure = meter(opened)
     parts = _given_source(opened, options) if options.source else _held_out(opened, options)
-    measured = {
-        name: measure.measure(track(batches, name, total, console=console, transient=True, disable=not console.is_terminal))
-        for name, total, batches in parts
-    }
+    measured = {name: measure.measure(tracked(batches, name, total)) for name, total, batches in parts}
     whole = sum(measured.values(), Measured())
     if not whole.tokens:
         raise RunError("The text has no token to predict: name text of two tokens or more.")
@@ -203,13 +181,12 @@ def _length(run: Run, options: _Options) -> int:
 
 
 def _show(measured: dict[str, Measured], whole: Measured) -> None:
-    table = Table(box=None, header_style="bold")
-    for title in ("source", "loss", "perplexity", "bits/byte", "tokens"):
-        table.add_column(title, justify="left" if title == "source" else "right")
-    for name, part in [*measured.items(), *([("all", whole)] if len(measured) > 1 else [])]:
-        values = (part.loss, part.perplexity, part.bits_per_byte)
-        table.add_row(name, *map(number, values), count(part.tokens))
-    console.print(table)
+    parts = measured | ({"all": whole} if len(measured) > 1 else {})
+    rows = [
+        (name, *map(number, (part.loss, part.perplexity, part.bits_per_byte)), count(part.tokens))
+        for name, part in parts.items()
+    ]
+    console.print(plain_table(("source", "loss", "perplexity", "bits/byte", "tokens"), rows))
 
 
 def generate(

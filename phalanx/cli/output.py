@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json as encoding
+import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import typer
 from rich.console import Console
+from rich.table import Table
 
 from phalanx.spec.errors import PhalanxError, RunError
 
@@ -17,8 +19,30 @@ if TYPE_CHECKING:
     from phalanx.dashboard.summary import Summary
     from phalanx.events.rundir import RunDir
 
+T = TypeVar("T")
+_NUMBER = re.compile(r"([\d.,]+(e[+-]\d+)?( ?[A-Za-z]{1,3})?|nan|inf|–)?")
+"""A cell with a number, perhaps with a unit, or with none."""
+
 console = Console(highlight=False)
 """Output for people."""
+
+
+def tracked(items: Iterable[T], what: str, total: int) -> Iterable[T]:
+    """Shows a progress bar while items are read, on a terminal."""
+    from rich.progress import track
+
+    return track(items, what, total, console=console, transient=True, disable=not console.is_terminal)
+
+
+def plain_table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    """A table without lines. Columns of numbers are aligned to the right."""
+    table = Table(box=None, header_style="bold")
+    for place, title in enumerate(titles):
+        number = place > 0 and all(_NUMBER.fullmatch(row[place]) for row in rows)
+        table.add_column(title, justify="right" if number else "left", no_wrap=place == 0)
+    for row in rows:
+        table.add_row(*row)
+    return table
 
 
 def print_json(value: Mapping[str, object]) -> None:

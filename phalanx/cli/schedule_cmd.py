@@ -25,7 +25,10 @@ _MAX_COLUMNS = 1000
 def schedule(
     name: Annotated[str, typer.Argument(metavar="NAME|FILE", help=f"One of {', '.join(NAMES)}, or a CSV file.")],
     ranks: Annotated[
-        int | None, typer.Option("--ranks", "--stages", help="Number of pipeline ranks (layout.pipeline). Default: 4.")
+        int | None,
+        typer.Option(
+            "--ranks", "--stages", help="Number of pipeline ranks (layout.pipeline), each with one or more stages. Default: 4."
+        ),
     ] = None,
     microbatches: Annotated[int | None, typer.Option(help="Micro-batches per step. Default: 8.")] = None,
     stages_per_rank: Annotated[
@@ -38,7 +41,7 @@ def schedule(
     csv: Annotated[Path | None, typer.Option(help="Write the schedule to this file, for layout.schedule_file.")] = None,
     json: AsJson = False,
 ) -> None:
-    """Show the actions of each pipeline rank over time. --stages is the number of pipeline ranks, which hold one or more stages each."""
+    """Show the actions of each pipeline rank over time, and the fraction of the time in which ranks are idle."""
     chosen = _open(name, ranks, microbatches, stages_per_rank)
     forward, backward, weight = _times(times)
     timeline = simulate(chosen, Durations(forward=float(forward), input=float(backward), weight=float(weight)))

@@ -118,17 +118,10 @@ def _step(run: Run, hardware: Hardware, candidate: Candidate, files: tuple[Path 
     exposed = {name: step.split.get(name, 0.0) for name in ("tensor", "context", "expert", "pipeline")}
     # Gradients and shards are exposed after the last micro-batch: the plan knows how long.
     exposed["data"] = candidate.split.get("data", 0.0)
-    return {
-        "schedule": step.schedule.name,
-        "ranks": step.schedule.ranks,
-        "stages": step.schedule.stages,
-        "micro_batches": step.schedule.micro_batches,
-        "seconds": step.seconds,
-        "promised": candidate.seconds,
-        "bubble": step.bubble,
-        "split": step.split,
-        "exposed": {name: seconds for name, seconds in exposed.items() if seconds > 0},
-    }
+    counts = {name: getattr(step.schedule, name) for name in ("ranks", "stages", "micro_batches")}
+    times = {name: getattr(step, name) for name in ("seconds", "bubble", "split")}
+    waits = {name: seconds for name, seconds in exposed.items() if seconds > 0}
+    return {"schedule": step.schedule.name} | counts | times | {"promised": candidate.seconds, "exposed": waits}
 
 
 def _hardware(run: Run) -> Hardware:
