@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from phalanx.data.corpus import IndexedCorpus
-from phalanx.data.pack import Packing, Samples, Window
+from phalanx.data.pack import Batch, Packing, Samples
 from phalanx.data.token_files import Part, TokenMeta, TokenWriter, write_meta
 from phalanx.data.tokenizer import ByteTokenizer, Tokenizer
 
@@ -37,9 +37,9 @@ class Masked(IndexedCorpus):
         return None if self.trained is None else self.trained[start:stop]
 
 
-def one_window(windows: Packing | Samples, number: int) -> Window:
+def one_window(windows: Packing | Samples, number: int) -> Batch:
     """One window or sample by its number."""
-    return Window(*(array[0] for array in windows.windows(np.array([number]))))
+    return Batch(*(array[0] for array in windows.batch(np.array([number]))))
 
 
 def some_documents(rng: random.Random, count: int, longest: int) -> list[list[int]]:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 from rich.progress import Progress
+from typer import Argument, Option
 
 from phalanx.checkpointing import checkpoint_info, directory
 from phalanx.checkpointing.checkpoint_info import find_damage
@@ -47,12 +48,12 @@ app = typer.Typer(help="List, inspect, verify, compare, reshard, export, import 
 
 _PLACE = "A run directory, a folder of checkpoints or a checkpoint; a path or a URL."
 _FORMATS = ("hf", "safetensors", "torch")
-Dtype = Annotated[str | None, typer.Option(help="fp32, bf16 or fp16. Default: the stored dtype.")]
-ShardSize = Annotated[str, typer.Option(help="Maximum size of one safetensors file, for example 5GB.")]
+Dtype = Annotated[str | None, Option(help="fp32, bf16 or fp16. Default: the stored dtype.")]
+ShardSize = Annotated[str, Option(help="Maximum size of one safetensors file, for example 5GB.")]
 
 
 @app.command("list")
-def list_(path: Annotated[str, typer.Argument(help=_PLACE, metavar="PATH")], json: AsJson = False) -> None:
+def list_(path: Annotated[str, Argument(help=_PLACE, metavar="PATH")], json: AsJson = False) -> None:
     """List checkpoints and leftovers of interrupted saves, newest first: step, size, time, layout and problems."""
     found = []
     place = existing_location(path)
@@ -66,13 +67,13 @@ def list_(path: Annotated[str, typer.Argument(help=_PLACE, metavar="PATH")], jso
 
 @app.command("inspect")
 def inspect(
-    path: Annotated[str, typer.Argument(help=CHECKPOINT, metavar="CKPT")],
+    path: Annotated[str, Argument(help=CHECKPOINT, metavar="CKPT")],
     layout: Annotated[
         str | None,
-        typer.Option(help='Show what another layout would read: "tensor=2,pipeline=2" (other degrees are 1), or a run file.'),
+        Option(help='Show what another layout would read: "tensor=2,pipeline=2" (other degrees are 1), or a run file.'),
     ] = None,
     names: Annotated[
-        str | None, typer.Option(help="Tensors to show: part of a name, or a pattern with *. Default: the first ones.")
+        str | None, Option(help="Tensors to show: part of a name, or a pattern with *. Default: the first ones.")
     ] = None,
     json: AsJson = False,
 ) -> None:
@@ -132,8 +133,8 @@ def _change_table(change: show.LayoutChange) -> dict[str, Any]:
 
 @app.command("verify")
 def verify(
-    path: Annotated[str, typer.Argument(help=f"{_PLACE} Verifies the newest of several.", metavar="PATH")],
-    all_: Annotated[bool, typer.Option("--all", help="Verify all of them.")] = False,
+    path: Annotated[str, Argument(help=f"{_PLACE} Verifies the newest of several.", metavar="PATH")],
+    all_: Annotated[bool, Option("--all", help="Verify all of them.")] = False,
     json: AsJson = False,
 ) -> None:
     """Compare every byte with its checksum. The exit code is 1 if any byte differs."""
@@ -160,9 +161,9 @@ def verify(
 
 @app.command("diff")
 def diff(
-    a: Annotated[str, typer.Argument(help=CHECKPOINT, metavar="A")],
-    b: Annotated[str, typer.Argument(help="The other checkpoint.", metavar="B")],
-    largest: Annotated[int, typer.Option(min=0, help="Number of differences to show, largest first.")] = 10,
+    a: Annotated[str, Argument(help=CHECKPOINT, metavar="A")],
+    b: Annotated[str, Argument(help="The other checkpoint.", metavar="B")],
+    largest: Annotated[int, Option(min=0, help="Number of differences to show, largest first.")] = 10,
     json: AsJson = False,
 ) -> None:
     """Compare two checkpoints of any layouts, tensor by tensor. The exit code is 1 if any bit differs."""
@@ -189,9 +190,9 @@ def diff(
 
 @app.command("reshard")
 def reshard(
-    path: Annotated[str, typer.Argument(help=CHECKPOINT, metavar="A")],
-    layout: Annotated[str, typer.Argument(help='Degrees such as "tensor=2,pipeline=2" (others are 1), or a run file.')],
-    out: Annotated[str, typer.Argument(help="The run directory to write, a new or empty one, or a URL for checkpoints.")],
+    path: Annotated[str, Argument(help=CHECKPOINT, metavar="A")],
+    layout: Annotated[str, Argument(help='Degrees such as "tensor=2,pipeline=2" (others are 1), or a run file.')],
+    out: Annotated[str, Argument(help="The run directory to write, a new or empty one, or a URL for checkpoints.")],
     json: AsJson = False,
 ) -> None:
     """Write a checkpoint in another layout. Training does not need this: any layout loads any checkpoint."""
@@ -217,12 +218,12 @@ def reshard(
 
 @app.command("prune")
 def prune(
-    path: Annotated[str, typer.Argument(help="A run directory.", metavar="RUN_DIR")],
+    path: Annotated[str, Argument(help="A run directory.", metavar="RUN_DIR")],
     keep_last: Annotated[
-        int | None, typer.Option(min=1, help="Number of newest checkpoints to keep. Default: that of the run file.")
+        int | None, Option(min=1, help="Number of newest checkpoints to keep. Default: that of the run file.")
     ] = None,
-    keep_every: Annotated[int | None, typer.Option(min=1, help="Also keep a checkpoint every N steps.")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would be removed.")] = False,
+    keep_every: Annotated[int | None, Option(min=1, help="Also keep a checkpoint every N steps.")] = None,
+    dry_run: Annotated[bool, Option("--dry-run", help="Only show what would be removed.")] = False,
     json: AsJson = False,
 ) -> None:
     """Remove older checkpoints and leftovers of interrupted saves, but never the newest valid one, which is verified first."""
@@ -260,11 +261,11 @@ def prune(
 
 @app.command("export")
 def export(
-    checkpoint: Annotated[str, typer.Argument(help=CHECKPOINT, metavar="CKPT")],
-    out: Annotated[Path, typer.Argument(help="The folder to write, a new or empty one; for torch, a new file.", metavar="OUT")],
-    kind: Annotated[str, typer.Option("--format", help=f"{', '.join(_FORMATS)}.")] = "hf",
+    checkpoint: Annotated[str, Argument(help=CHECKPOINT, metavar="CKPT")],
+    out: Annotated[Path, Argument(help="The folder to write, a new or empty one; for torch, a new file.", metavar="OUT")],
+    kind: Annotated[str, Option("--format", help=f"{', '.join(_FORMATS)}.")] = "hf",
     dtype: Dtype = None,
-    optimizer: Annotated[bool, typer.Option("--optimizer", help="Include the optimizer state. Not for hf.")] = False,
+    optimizer: Annotated[bool, Option("--optimizer", help="Include the optimizer state. Not for hf.")] = False,
     shard_size: ShardSize = "5GB",
     json: AsJson = False,
 ) -> None:
@@ -299,13 +300,13 @@ def export(
 
 
 def export_hf(
-    checkpoint: Annotated[str, typer.Argument(help=CHECKPOINT, metavar="CKPT")],
-    out: Annotated[Path, typer.Argument(help="The folder to write: a new or empty one.", metavar="HF_DIR")],
+    checkpoint: Annotated[str, Argument(help=CHECKPOINT, metavar="CKPT")],
+    out: Annotated[Path, Argument(help="The folder to write: a new or empty one.", metavar="HF_DIR")],
     dtype: Dtype = None,
     shard_size: ShardSize = "5GB",
     check: Annotated[
         Path | None,
-        typer.Option(help="Logits that a run wrote at a save (hf/step-N.logits). The exported model must reproduce them."),
+        Option(help="Logits that a run wrote at a save (hf/step-N.logits). The exported model must reproduce them."),
     ] = None,
     json: AsJson = False,
 ) -> None:
@@ -327,8 +328,8 @@ def export_hf(
 
 @app.command("import")
 def import_(
-    folder: Annotated[Path, typer.Argument(help="A folder with config.json and weights in safetensors.", metavar="HF_DIR")],
-    out: Annotated[Path, typer.Argument(help="The run directory to write: a new or empty one.", metavar="OUT")],
+    folder: Annotated[Path, Argument(help="A folder with config.json and weights in safetensors.", metavar="HF_DIR")],
+    out: Annotated[Path, Argument(help="The run directory to write: a new or empty one.", metavar="OUT")],
     json: AsJson = False,
 ) -> None:
     """Convert a Hugging Face model into a run directory. The model is checked first, then streamed, whatever its size."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer import Argument, Option
 
 from phalanx.cli.options import SOURCE_KINDS, TEXT_KINDS, AsJson, Field, Overrides, RunFile, Template, check_source_kind
 from phalanx.cli.output import console, finish, print_json
@@ -37,21 +38,19 @@ app = typer.Typer(help="Inspect sources of text, and preview the batch of a step
 def inspect(
     what: Annotated[
         str,
-        typer.Argument(help="A run file, a folder of token files, or a file, folder, glob or URL with text.", metavar="WHAT"),
+        Argument(help="A run file, a folder of token files, or a file, folder, glob or URL with text.", metavar="WHAT"),
     ],
-    source: Annotated[
-        str | None, typer.Option(help=f"{', '.join(SOURCE_KINDS)}. Default: derived from the file names.")
-    ] = None,
+    source: Annotated[str | None, Option(help=f"{', '.join(SOURCE_KINDS)}. Default: derived from the file names.")] = None,
     field: Field = None,
-    tokenizer: Annotated[str | None, typer.Option(help='"byte", a tokenizer.json, or a folder with one.')] = None,
+    tokenizer: Annotated[str | None, Option(help='"byte", a tokenizer.json, or a folder with one.')] = None,
     template: Template = None,
     sequence_length: Annotated[
-        int | None, typer.Option(min=2, help="Window length for the padding of best-fit packing. Default: that of the run.")
+        int | None, Option(min=2, help="Window length for the padding of best-fit packing. Default: that of the run.")
     ] = None,
-    samples: Annotated[int, typer.Option(min=0, help="Number of documents to show.")] = 3,
-    width: Annotated[int, typer.Option(min=1, help="Characters to show per document.")] = 200,
-    seed: Annotated[int, typer.Option(help="Seed of the choice of documents.")] = 0,
-    max_bad_records: Annotated[int | None, typer.Option(min=0, help="Maximum number of bad records to skip.")] = None,
+    samples: Annotated[int, Option(min=0, help="Number of documents to show.")] = 3,
+    width: Annotated[int, Option(min=1, help="Characters to show per document.")] = 200,
+    seed: Annotated[int, Option(help="Seed of the choice of documents.")] = 0,
+    max_bad_records: Annotated[int | None, Option(min=0, help="Maximum number of bad records to skip.")] = None,
     json: AsJson = False,
 ) -> None:
     """Count documents, tokens, lengths, duplicates and skipped records of a source, and show some documents."""
@@ -75,9 +74,9 @@ def inspect(
 def preview(
     run_file: RunFile,
     overrides: Overrides = None,
-    step: Annotated[int, typer.Option(min=1, help="The step; the first is 1.")] = 1,
-    samples: Annotated[int, typer.Option(min=0, help="Number of samples to show.")] = 4,
-    width: Annotated[int, typer.Option(min=0, help="Characters to show per document; 0 shows all.")] = 1000,
+    step: Annotated[int, Option(min=1, help="The step; the first is 1.")] = 1,
+    samples: Annotated[int, Option(min=0, help="Number of samples to show.")] = 4,
+    width: Annotated[int, Option(min=0, help="Characters to show per document; 0 shows all.")] = 1000,
     json: AsJson = False,
 ) -> None:
     """Print the batch of a step as the model will read it: documents, boundaries, masks and padding."""
@@ -143,28 +142,26 @@ def _tokenizer_of(files: TokenFiles) -> Tokenizer | None:
 
 def tokenize(
     paths: Annotated[
-        list[str], typer.Argument(help="Files, folders, globs or URLs, then the folder to write.", metavar="SRC... OUT")
+        list[str], Argument(help="Files, folders, globs or URLs, then the folder to write.", metavar="SRC... OUT")
     ],
-    tokenizer: Annotated[str, typer.Option(help='"byte", a tokenizer.json, or a folder with one.')] = "byte",
-    end_token: Annotated[str | None, typer.Option(help="Token that ends a document. Default: that of the tokenizer.")] = None,
-    source: Annotated[str | None, typer.Option(help=f"{', '.join(TEXT_KINDS)}. Default: derived from the file names.")] = None,
+    tokenizer: Annotated[str, Option(help='"byte", a tokenizer.json, or a folder with one.')] = "byte",
+    end_token: Annotated[str | None, Option(help="Token that ends a document. Default: that of the tokenizer.")] = None,
+    source: Annotated[str | None, Option(help=f"{', '.join(TEXT_KINDS)}. Default: derived from the file names.")] = None,
     field: Field = None,
     template: Template = None,
-    prompt_field: Annotated[str, typer.Option(help="chat: field with the question.")] = _DEFAULT.prompt_field,
-    answer_field: Annotated[str, typer.Option(help="chat: field with the answer.")] = _DEFAULT.answer_field,
-    split: Annotated[str, typer.Option(help="hf: the split of the dataset.")] = _DEFAULT.split,
-    config: Annotated[str | None, typer.Option(help="hf: the configuration of the dataset.")] = None,
+    prompt_field: Annotated[str, Option(help="chat: field with the question.")] = _DEFAULT.prompt_field,
+    answer_field: Annotated[str, Option(help="chat: field with the answer.")] = _DEFAULT.answer_field,
+    split: Annotated[str, Option(help="hf: the split of the dataset.")] = _DEFAULT.split,
+    config: Annotated[str | None, Option(help="hf: the configuration of the dataset.")] = None,
     streaming: Annotated[
-        bool, typer.Option("--streaming", help="hf: read the dataset as a stream instead of downloading it first.")
+        bool, Option("--streaming", help="hf: read the dataset as a stream instead of downloading it first.")
     ] = False,
-    processes: Annotated[int | None, typer.Option(min=1, max=4096, help="Number of processes. Default: one per core.")] = None,
-    max_bad_records: Annotated[
-        int, typer.Option(min=0, help="Maximum number of bad records to skip.")
-    ] = _DEFAULT.max_bad_records,
+    processes: Annotated[int | None, Option(min=1, max=4096, help="Number of processes. Default: one per core.")] = None,
+    max_bad_records: Annotated[int, Option(min=0, help="Maximum number of bad records to skip.")] = _DEFAULT.max_bad_records,
     max_record_bytes: Annotated[
-        int, typer.Option(min=1, max=1 << 31, help="Maximum size of a record; a longer one is bad.")
+        int, Option(min=1, max=1 << 31, help="Maximum size of a record; a longer one is bad.")
     ] = _DEFAULT.max_record_bytes,
-    force: Annotated[bool, typer.Option("--force", help="Start over if OUT holds token files of something else.")] = False,
+    force: Annotated[bool, Option("--force", help="Start over if OUT holds token files of something else.")] = False,
     json: AsJson = False,
 ) -> None:
     """Turn text into token files. After a stop or a crash, the same command resumes."""

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer import Argument, Option
 
 from phalanx.cli.options import AsJson
 from phalanx.cli.output import console, finish, plain_table, print_json
@@ -37,7 +38,7 @@ def models(json: AsJson = False) -> None:
 
 
 def clusters(
-    json: AsJson = False, kind: Annotated[str | None, typer.Argument(help=f"List one kind only: {', '.join(KINDS)}.")] = None
+    json: AsJson = False, kind: Annotated[str | None, Argument(help=f"List one kind only: {', '.join(KINDS)}.")] = None
 ) -> None:
     """List the clusters, GPUs, nodes, links and failure rates in the catalogue, by their names in the run file."""
     if kind is not None and kind not in KINDS:
@@ -97,8 +98,8 @@ def schema(json: AsJson = False) -> None:
 
 
 def bench(
-    minutes: Annotated[float, typer.Option(min=0.2, max=60.0, help="Maximum time to take.")] = 5.0,
-    out: Annotated[Path | None, typer.Option(help="File to write. Default: the file that plans on this machine read.")] = None,
+    minutes: Annotated[float, Option(min=0.2, max=60.0, help="Maximum time to take.")] = 5.0,
+    out: Annotated[Path | None, Option(help="File to write. Default: the file that plans on this machine read.")] = None,
     json: AsJson = False,
 ) -> None:
     """Measure matrix products, attention, memory, links, kernel launches, disk and training steps of this machine. Plans use the
@@ -118,7 +119,7 @@ def bench(
 
 
 def doctor(
-    directory: Annotated[Path, typer.Argument(help="The directory in which runs would be written.")] = Path("."),
+    directory: Annotated[Path, Argument(help="The directory in which runs would be written.")] = Path("."),
     json: AsJson = False,
 ) -> None:
     """Show what this machine has and what would stop a run. The exit code is 1 if something would."""

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
-import typer
+from typer import Argument, Option
 
 from phalanx.cli.options import SOURCE_KINDS, AsJson, Device, Field, Template, check_source_kind
 from phalanx.cli.output import console, finish, plain_table, print_json, tracked
@@ -26,28 +26,28 @@ if TYPE_CHECKING:
 
 Model = Annotated[
     str,
-    typer.Argument(help="A checkpoint, a run directory for its newest checkpoint, or a Hugging Face folder.", metavar="CKPT"),
+    Argument(help="A checkpoint, a run directory for its newest checkpoint, or a Hugging Face folder.", metavar="CKPT"),
 ]
 
 
 def eval(
     checkpoint: Model,
     source: Annotated[
-        str | None, typer.Option(help=f"Kind of text to evaluate instead of the held-out text: {', '.join(SOURCE_KINDS)}.")
+        str | None, Option(help=f"Kind of text to evaluate instead of the held-out text: {', '.join(SOURCE_KINDS)}.")
     ] = None,
-    path: Annotated[list[str] | None, typer.Option(help="Files, folders, globs or URLs to evaluate; may be repeated.")] = None,
+    path: Annotated[list[str] | None, Option(help="Files, folders, globs or URLs to evaluate; may be repeated.")] = None,
     field: Field = None,
-    split: Annotated[str | None, typer.Option(help="hf: the split of the dataset.")] = None,
-    config: Annotated[str | None, typer.Option(help="hf: the configuration of the dataset.")] = None,
+    split: Annotated[str | None, Option(help="hf: the split of the dataset.")] = None,
+    config: Annotated[str | None, Option(help="hf: the configuration of the dataset.")] = None,
     template: Template = None,
     choices: Annotated[
-        Path | None, typer.Option(help="JSON Lines file with multiple-choice questions to evaluate instead of text.")
+        Path | None, Option(help="JSON Lines file with multiple-choice questions to evaluate instead of text.")
     ] = None,
-    sequence_length: Annotated[int | None, typer.Option(min=1, help="Window length. Default: that of the run.")] = None,
-    sequences: Annotated[int | None, typer.Option(min=1, help="Maximum number of windows per source, or of questions.")] = None,
-    batch: Annotated[int | None, typer.Option(min=1, help="Sequences per batch. Default: as in training.")] = None,
+    sequence_length: Annotated[int | None, Option(min=1, help="Window length. Default: that of the run.")] = None,
+    sequences: Annotated[int | None, Option(min=1, help="Maximum number of windows per source, or of questions.")] = None,
+    batch: Annotated[int | None, Option(min=1, help="Sequences per batch. Default: as in training.")] = None,
     device: Device = None,
-    max_bad_records: Annotated[int | None, typer.Option(min=0, help="Maximum number of bad records to skip.")] = None,
+    max_bad_records: Annotated[int | None, Option(min=0, help="Maximum number of bad records to skip.")] = None,
     json: AsJson = False,
 ) -> None:
     """Evaluate a model: held-out loss and perplexity per source, or accuracy on multiple-choice questions."""
@@ -117,12 +117,14 @@ def _choices(opened: Opened, path: Path, options: _Options) -> dict[str, Any]:
 
 
 def _loss(opened: Opened, options: _Options) -> dict[str, Any]:
-    from phalanx.evaluation.open_model import meter
-    from phalanx.evaluation.score import Measured
+    from phalanx.evaluation.score import Measured, measure
 
-    measure = meter(opened)
+    settings = {"compute": opened.compute, "document_mask": opened.run.data.document_mask}
     parts = _given_source(opened, options) if options.source else _held_out(opened, options)
-    measured = {name: measure.measure(tracked(batches, name, total)) for name, total, batches in parts}
+    measured = {
+        name: measure(opened.model, opened.tokenizer, tracked(batches, name, total), **settings)
+        for name, total, batches in parts
+    }
     whole = sum(measured.values(), Measured())
     if not whole.tokens:
         raise RunError("The text has no token to predict: name text of two tokens or more.")
@@ -191,16 +193,14 @@ def _show(measured: dict[str, Measured], whole: Measured) -> None:
 
 def generate(
     checkpoint: Model,
-    prompt: Annotated[str, typer.Argument(help="Text to continue.")] = "",
-    tokens: Annotated[int, typer.Option("--tokens", min=1, help="Maximum number of tokens to generate.")] = 200,
-    temperature: Annotated[
-        float, typer.Option(min=0.0, help="Sampling temperature; 0 always takes the most likely token.")
-    ] = 0.8,
-    top_k: Annotated[int | None, typer.Option(min=1, help="Sample only from this many most likely tokens.")] = None,
+    prompt: Annotated[str, Argument(help="Text to continue.")] = "",
+    tokens: Annotated[int, Option("--tokens", min=1, help="Maximum number of tokens to generate.")] = 200,
+    temperature: Annotated[float, Option(min=0.0, help="Sampling temperature; 0 always takes the most likely token.")] = 0.8,
+    top_k: Annotated[int | None, Option(min=1, help="Sample only from this many most likely tokens.")] = None,
     top_p: Annotated[
-        float, typer.Option(min=0.0, max=1.0, help="Sample only from the most likely tokens with this total probability.")
+        float, Option(min=0.0, max=1.0, help="Sample only from the most likely tokens with this total probability.")
     ] = 1.0,
-    seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
+    seed: Annotated[int, Option(help="Seed of the sampling.")] = 0,
     device: Device = None,
     json: AsJson = False,
 ) -> None:

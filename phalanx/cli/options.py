@@ -9,20 +9,18 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Argument, Option
 
 from phalanx.spec.errors import RunError
 
-RunFile = Annotated[Path, typer.Argument(help="The run file.", metavar="RUN.toml")]
+RunFile = Annotated[Path, Argument(help="The run file.", metavar="RUN.toml")]
 Overrides = Annotated[
-    list[str] | None, typer.Argument(help="Settings that override the run file, for example train.steps=20 layout.data=2.")
+    list[str] | None, Argument(help="Settings that override the run file, for example train.steps=20 layout.data=2.")
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on the last line.")]
-Device = Annotated[str | None, typer.Option(help="cpu or cuda. Default: the GPU if there is one.")]
-Field = Annotated[str | None, typer.Option(help='Field or column with the text. Default: "text", or "messages" for chat.')]
-Template = Annotated[
-    str | None, typer.Option(help='chat: a Jinja file, or "plain". Default: the chat template of the tokenizer.')
-]
+AsJson = Annotated[bool, Option("--json", help="Print one JSON object on the last line.")]
+Device = Annotated[str | None, Option(help="cpu or cuda. Default: the GPU if there is one.")]
+Field = Annotated[str | None, Option(help='Field or column with the text. Default: "text", or "messages" for chat.')]
+Template = Annotated[str | None, Option(help='chat: a Jinja file, or "plain". Default: the chat template of the tokenizer.')]
 CHECKPOINT = "A checkpoint, or a run directory for its newest checkpoint; a path or a URL."
 TEXT_KINDS = ("text", "jsonl", "parquet", "hf", "chat", "stdlib")
 SOURCE_KINDS = (*TEXT_KINDS, "tokens")

@@ -8,8 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import typer
 from rich.console import Console
+from typer import Argument, Option
 
 from phalanx.cli.options import AsJson, Overrides, check_folders, parse_dollars, parse_memory, parse_seconds
 from phalanx.cli.output import console, finish, write_file
@@ -28,33 +28,31 @@ _WIDTH = 100
 
 
 def plan(
-    run_file: Annotated[Path | None, typer.Argument(help="The run file.", metavar="RUN.toml")] = None,
+    run_file: Annotated[Path | None, Argument(help="The run file.", metavar="RUN.toml")] = None,
     overrides: Overrides = None,
-    aim: Annotated[Literal["time", "price"], typer.Option(help="What the best layout minimizes.")] = "time",
+    aim: Annotated[Literal["time", "price"], Option(help="What the best layout minimizes.")] = "time",
     fits_in: Annotated[
-        str | None, typer.Option(metavar="80GiB", help="Memory that a rank may use. Default: that of the device.")
+        str | None, Option(metavar="80GiB", help="Memory that a rank may use. Default: that of the device.")
     ] = None,
-    deadline: Annotated[str | None, typer.Option(metavar="30d", help="Maximum time of the run, failures included.")] = None,
-    budget: Annotated[str | None, typer.Option(metavar="$2M", help="Maximum price of the run.")] = None,
-    given: Annotated[bool, typer.Option("--given", help="Evaluate the layout of the run file instead of searching.")] = False,
+    deadline: Annotated[str | None, Option(metavar="30d", help="Maximum time of the run, failures included.")] = None,
+    budget: Annotated[str | None, Option(metavar="$2M", help="Maximum price of the run.")] = None,
+    given: Annotated[bool, Option("--given", help="Evaluate the layout of the run file instead of searching.")] = False,
     free: Annotated[
-        bool, typer.Option("--free", help="Search as if the run file had no layout, and compare its layout with the best.")
+        bool, Option("--free", help="Search as if the run file had no layout, and compare its layout with the best.")
     ] = False,
-    top: Annotated[int, typer.Option(min=0, max=100, help="Number of runners-up to show.")] = 5,
+    top: Annotated[int, Option(min=0, max=100, help="Number of runners-up to show.")] = 5,
     solve: Annotated[
         Literal["gpus", "model", "batch"] | None,
-        typer.Option(
+        Option(
             help="Find the smallest cluster for this model, the largest model for this cluster, or the most efficient batch instead."
         ),
     ] = None,
-    compare: Annotated[
-        Path | None, typer.Option(metavar="RUN_DIR", help="Compare a finished run with its plan instead.")
-    ] = None,
+    compare: Annotated[Path | None, Option(metavar="RUN_DIR", help="Compare a finished run with its plan instead.")] = None,
     refit: Annotated[
-        bool, typer.Option("--refit", help="With --compare: store the constants that the run measured, for later plans.")
+        bool, Option("--refit", help="With --compare: store the constants that the run measured, for later plans.")
     ] = False,
-    png: Annotated[Path | None, typer.Option(help="Draw memory, step time and trade-offs to this file.")] = None,
-    html: Annotated[Path | None, typer.Option(help="Write an interactive page with them to this file.")] = None,
+    png: Annotated[Path | None, Option(help="Draw memory, step time and trade-offs to this file.")] = None,
+    html: Annotated[Path | None, Option(help="Write an interactive page with them to this file.")] = None,
     json: AsJson = False,
 ) -> None:
     """Find the best layout of a run on its cluster without using a GPU: memory, time and price, and why the others are worse."""

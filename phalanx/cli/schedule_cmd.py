@@ -7,7 +7,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Argument, Option
 
 from phalanx.cli.options import AsJson
 from phalanx.cli.output import console, finish, write_file
@@ -23,22 +23,20 @@ _MAX_COLUMNS = 1000
 
 
 def schedule(
-    name: Annotated[str, typer.Argument(metavar="NAME|FILE", help=f"One of {', '.join(NAMES)}, or a CSV file.")],
+    name: Annotated[str, Argument(metavar="NAME|FILE", help=f"One of {', '.join(NAMES)}, or a CSV file.")],
     ranks: Annotated[
         int | None,
-        typer.Option(
+        Option(
             "--ranks", "--stages", help="Number of pipeline ranks (layout.pipeline), each with one or more stages. Default: 4."
         ),
     ] = None,
-    microbatches: Annotated[int | None, typer.Option(help="Micro-batches per step. Default: 8.")] = None,
+    microbatches: Annotated[int | None, Option(help="Micro-batches per step. Default: 8.")] = None,
     stages_per_rank: Annotated[
-        int | None, typer.Option(help="Stages per rank (layout.stages). Default: 1 for gpipe and 1f1b, 2 for the others.")
+        int | None, Option(help="Stages per rank (layout.stages). Default: 1 for gpipe and 1f1b, 2 for the others.")
     ] = None,
-    times: Annotated[
-        str, typer.Option(metavar="F,I,W", help="Durations of forward, input backward and weight backward.")
-    ] = "1,1,1",
-    png: Annotated[Path | None, typer.Option(help="Draw the schedule to this file.")] = None,
-    csv: Annotated[Path | None, typer.Option(help="Write the schedule to this file, for layout.schedule_file.")] = None,
+    times: Annotated[str, Option(metavar="F,I,W", help="Durations of forward, input backward and weight backward.")] = "1,1,1",
+    png: Annotated[Path | None, Option(help="Draw the schedule to this file.")] = None,
+    csv: Annotated[Path | None, Option(help="Write the schedule to this file, for layout.schedule_file.")] = None,
     json: AsJson = False,
 ) -> None:
     """Show the actions of each pipeline rank over time, and the fraction of the time in which ranks are idle."""

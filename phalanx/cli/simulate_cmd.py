@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import typer
+from typer import Option
 
 from phalanx.cli.options import AsJson, Overrides, RunFile, check_folders, parse_duration
 from phalanx.cli.output import console, finish, write_file
@@ -21,48 +21,44 @@ if TYPE_CHECKING:
 
 Spares = Annotated[
     int | None,
-    typer.Option(help="Spare nodes. Default: resilience.spares, or the nodes that the layout leaves free."),
+    Option(help="Spare nodes. Default: resilience.spares, or the nodes that the layout leaves free."),
 ]
 Interval = Annotated[
-    str | None, typer.Option(metavar="5min", help="Time between saves. Default: that of the run file, or of the trainer.")
+    str | None, Option(metavar="5min", help="Time between saves. Default: that of the run file, or of the trainer.")
 ]
 Keep = Annotated[
     Literal["replicas", "memory", "disk"] | None,
-    typer.Option(help="Where the state is restored from after a failure. Default: as in the live system."),
+    Option(help="Where the state is restored from after a failure. Default: as in the live system."),
 ]
 Restart = Annotated[
     str | None,
-    typer.Option(metavar="10min", help="Time from the decision about a failure to the next step. Default: that of the plan."),
+    Option(metavar="10min", help="Time from the decision about a failure to the next step. Default: that of the plan."),
 ]
-Stall = Annotated[
-    str | None, typer.Option(metavar="5s", help="Time that training waits for a save. Default: that of the plan.")
-]
-Maintenance = Annotated[
-    str | None, typer.Option(metavar="7d/4h", help="Planned pauses: how often, and how long. Default: none.")
-]
-Quick = Annotated[bool, typer.Option("--quick", help="Do not try other save intervals and numbers of spares.")]
+Stall = Annotated[str | None, Option(metavar="5s", help="Time that training waits for a save. Default: that of the plan.")]
+Maintenance = Annotated[str | None, Option(metavar="7d/4h", help="Planned pauses: how often, and how long. Default: none.")]
+Quick = Annotated[bool, Option("--quick", help="Do not try other save intervals and numbers of spares.")]
 OneStep = Annotated[
-    bool, typer.Option("--step", help="Simulate one step instead: when each rank works, and which messages share links.")
+    bool, Option("--step", help="Simulate one step instead: when each rank works, and which messages share links.")
 ]
-Trace = Annotated[Path | None, typer.Option(help="With --step: write a trace to this file, for Perfetto (ui.perfetto.dev).")]
+Trace = Annotated[Path | None, Option(help="With --step: write a trace to this file, for Perfetto (ui.perfetto.dev).")]
 
 
 def simulate(
     run_file: RunFile,
     overrides: Overrides = None,
-    days: Annotated[float | None, typer.Option(help="Days to simulate. Default: until the last step.")] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the failures.")] = 0,
-    runs: Annotated[int, typer.Option(min=1, max=10_000, help="Number of runs to simulate.")] = 20,
+    days: Annotated[float | None, Option(help="Days to simulate. Default: until the last step.")] = None,
+    seed: Annotated[int, Option(help="Seed of the failures.")] = 0,
+    runs: Annotated[int, Option(min=1, max=10_000, help="Number of runs to simulate.")] = 20,
     spares: Spares = None,
     interval: Interval = None,
     keep: Keep = None,
     restart: Restart = None,
     stall: Stall = None,
-    repair: Annotated[str, typer.Option(metavar="4h", help="Mean time until a lost node returns.")] = "4h",
+    repair: Annotated[str, Option(metavar="4h", help="Mean time until a lost node returns.")] = "4h",
     maintenance: Maintenance = None,
     quick: Quick = False,
     step: OneStep = False,
-    png: Annotated[Path | None, typer.Option(help="Draw the run or the step to this file.")] = None,
+    png: Annotated[Path | None, Option(help="Draw the run or the step to this file.")] = None,
     trace: Trace = None,
     json: AsJson = False,
 ) -> None:

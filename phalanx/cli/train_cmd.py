@@ -14,6 +14,7 @@ from types import FrameType
 from typing import Annotated
 
 import typer
+from typer import Option
 
 from phalanx.cli.options import AsJson, Overrides, RunFile
 from phalanx.cli.output import console, finish, print_error, print_json, print_summary
@@ -40,20 +41,18 @@ def train(
     run_file: RunFile,
     overrides: Overrides = None,
     run_dir: Annotated[
-        Path | None, typer.Option(help="Directory of the run. Default: runs/NAME, with a number if it exists.")
+        Path | None, Option(help="Directory of the run. Default: runs/NAME, with a number if it exists.")
     ] = None,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Start a new run even if an unfinished one could be resumed.")] = False,
+    fresh: Annotated[bool, Option("--fresh", help="Start a new run even if an unfinished one could be resumed.")] = False,
     accept_changed_data: Annotated[
-        bool, typer.Option("--accept-changed-data", help="Resume a run although its text has changed since it was saved.")
+        bool, Option("--accept-changed-data", help="Resume a run although its text has changed since it was saved.")
     ] = False,
     unrehearsed: Annotated[
-        bool, typer.Option("--unrehearsed", help="Start a run although its rehearsal reports that it does not fit.")
+        bool, Option("--unrehearsed", help="Start a run although its rehearsal reports that it does not fit.")
     ] = False,
     chaos: Annotated[
         str,
-        typer.Option(
-            help='Faults to inject, for example "kill rank=1 step=10; hang rank=0 step=20 for=10s". See docs/chaos.md.'
-        ),
+        Option(help='Faults to inject, for example "kill rank=1 step=10; hang rank=0 step=20 for=10s". See docs/chaos.md.'),
     ] = "",
     json: AsJson = False,
 ) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Option
 
 from phalanx.cli.options import AsJson, Overrides, RunFile, parse_size
 from phalanx.cli.output import console, finish
@@ -24,29 +24,29 @@ def verify(
     run_file: RunFile,
     overrides: Overrides = None,
     steps: Annotated[
-        int | None, typer.Option(min=1, help="Optimizer steps to compare. Default: 8; with --chaos 80, or 5 per fault.")
+        int | None, Option(min=1, help="Optimizer steps to compare. Default: 8; with --chaos 80, or 5 per fault.")
     ] = None,
     layouts: Annotated[
         str | None,
-        typer.Option(
+        Option(
             help='"all": verify generated layouts of every kind with small models of odd sizes, instead of the layout of the run.'
         ),
     ] = None,
     ranks: Annotated[
-        int | None, typer.Option(min=1, help="Maximum number of CPU ranks; with --layouts all, the exact number. Default: 8.")
+        int | None, Option(min=1, help="Maximum number of CPU ranks; with --layouts all, the exact number. Default: 8.")
     ] = None,
-    count: Annotated[int, typer.Option(min=1, help="With --layouts all: the number of layouts.")] = 40,
+    count: Annotated[int, Option(min=1, help="With --layouts all: the number of layouts.")] = 40,
     account: Annotated[
-        bool, typer.Option("--account", help="Also compare the communication and memory of each rank with theory.")
+        bool, Option("--account", help="Also compare the communication and memory of each rank with theory.")
     ] = False,
     chaos: Annotated[
         bool,
-        typer.Option("--chaos", help="Prove that a small run of the model's family survives faults of every kind instead."),
+        Option("--chaos", help="Prove that a small run of the model's family survives faults of every kind instead."),
     ] = False,
     faults: Annotated[
-        int | None, typer.Option(min=1, help="With --chaos: the number of random faults, instead of the standard ones.")
+        int | None, Option(min=1, help="With --chaos: the number of random faults, instead of the standard ones.")
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="With --faults: the seed of the faults.")] = 0,
+    seed: Annotated[int, Option(min=0, help="With --faults: the seed of the faults.")] = 0,
     json: AsJson = False,
 ) -> None:
     """Prove that parallel training equals training on one device. Compares losses, gradients and parameters of a small model of the
@@ -95,15 +95,13 @@ def _sweep(run: Run, steps: int, ranks: int | None, count: int) -> tuple[bool, M
 def rehearse(
     run_file: RunFile,
     overrides: Overrides = None,
-    rank: Annotated[int, typer.Option(help="The rank to rehearse.")] = 0,
-    all_stages: Annotated[bool, typer.Option("--all-stages", help="Rehearse one rank of each distinct kind instead.")] = False,
+    rank: Annotated[int, Option(help="The rank to rehearse.")] = 0,
+    all_stages: Annotated[bool, Option("--all-stages", help="Rehearse one rank of each distinct kind instead.")] = False,
     memory: Annotated[
-        str | None, typer.Option(help="Memory of a device, for example 80GiB. Default: the memory of the cluster's device.")
+        str | None, Option(help="Memory of a device, for example 80GiB. Default: the memory of the cluster's device.")
     ] = None,
-    messages: Annotated[bool, typer.Option("--messages", help="With --json: list every collective, in order.")] = False,
-    trace: Annotated[
-        Path | None, typer.Option(help="Write the memory timeline of the step to this file, for Perfetto.")
-    ] = None,
+    messages: Annotated[bool, Option("--messages", help="With --json: list every collective, in order.")] = False,
+    trace: Annotated[Path | None, Option(help="Write the memory timeline of the step to this file, for Perfetto.")] = None,
     json: AsJson = False,
 ) -> None:
     """Run the program of one rank on fake tensors: peak memory by component, communication, and errors. The exit code is 1 if the

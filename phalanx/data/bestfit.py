@@ -10,13 +10,13 @@ import shutil
 import tempfile
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from phalanx.data.corpus import Corpus, OpenFile, offsets
-from phalanx.data.pack import IGNORED, DocumentSpan, Intervals, Window, positions_and_documents, spans_between
+from phalanx.data.pack import IGNORED, Batch, DocumentSpan, Intervals, positions_and_documents, spans_between
 from phalanx.spec.errors import RunError
 
 
@@ -34,11 +34,7 @@ class DiskArray:
     def __len__(self) -> int:
         return self._length
 
-    @overload
-    def __getitem__(self, at: int) -> int: ...
-    @overload
-    def __getitem__(self, at: slice) -> npt.NDArray[Any]: ...
-    def __getitem__(self, at: int | slice) -> int | npt.NDArray[Any]:
+    def __getitem__(self, at: int | slice) -> Any:
         if not isinstance(at, slice):
             first = range(self._length)[at]
             return int(self[first : first + 1][0])
@@ -74,6 +70,13 @@ class PackingPlan:
     slots: _Numbers
     """[1]: window positions that hold a token, in total."""
 
+    @property
+    def windows(self) -> int:
+        return int(self.full_firsts[-1]) + len(self.piece_firsts) - 1
+
+    def padding_ratio(self, length: int) -> float:
+        return 1.0 - int(self.slots[0]) / (self.windows * length) if self.windows else 0.0
+
 
 class BestFitPacking:
     """Windows of whole documents. A document longer than a window fills windows of its own first, and its rest is packed.
@@ -89,10 +92,9 @@ class BestFitPacking:
         self._corpus, self._end, self._document_mask = corpus, end, document_mask
         self._plan = _plan(corpus, intervals, length, cache)
         self._full = int(self._plan.full_firsts[-1])
-        self.count = self._full + len(self._plan.piece_firsts) - 1
-        self.padding_ratio = 1.0 - int(self._plan.slots[0]) / (self.count * length) if self.count else 0.0
+        self.count, self.padding_ratio = self._plan.windows, self._plan.padding_ratio(length)
 
-    def windows(self, numbers: npt.NDArray[np.int64]) -> Window:
+    def batch(self, numbers: npt.NDArray[np.int64]) -> Batch:
         if numbers.min() < 0 or numbers.max() >= self.count:
             raise IndexError(f"windows {numbers.min()} … {numbers.max()} of {self.count}")
         shape = len(numbers), self.length
@@ -113,7 +115,7 @@ class BestFitPacking:
                 column = until
             if column < self.length:
                 begins[row, column] = True
-        return Window(tokens, targets, *positions_and_documents(begins, self._document_mask))
+        return Batch(tokens, targets, *positions_and_documents(begins, self._document_mask), numbers)
 
     def trace(self, number: int) -> tuple[DocumentSpan, ...]:
         pieces = self._pieces(number)

@@ -60,6 +60,7 @@ class Corpus(Protocol):
     def starts(self, start: int, stop: int) -> Positions:
         """Positions in start … stop (exclusive) where documents begin."""
 
+    @property
     def blocks(self) -> Positions:
         """Start positions of blocks of consecutive documents, then the end of the stream: at most BLOCKS + 1 numbers."""
 
@@ -86,6 +87,7 @@ class IndexedCorpus:
         low, high = self._begins.searchsorted((start, stop)).tolist()
         return self._begins[low:high]
 
+    @property
     def blocks(self) -> Positions:
         return _every_nth(self._begins)
 
@@ -175,8 +177,9 @@ class ChainedCorpus:
     def starts(self, start: int, stop: int) -> Positions:
         return np.concatenate([corpus.starts(a, b) + base for corpus, base, a, b in self._inside(start, stop)])
 
+    @property
     def blocks(self) -> Positions:
-        own = [corpus.blocks()[:-1] + base for corpus, base in zip(self._corpora, self._tokens.tolist(), strict=False)]
+        own = [corpus.blocks[:-1] + base for corpus, base in zip(self._corpora, self._tokens.tolist(), strict=False)]
         return _every_nth(np.append(np.concatenate(own), self.tokens))
 
     def _inside(self, start: int, stop: int) -> list[tuple[Corpus, int, int, int]]:

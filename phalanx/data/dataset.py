@@ -94,7 +94,7 @@ def _open_source(
     name = source_name(source)
     of_table = f" of {table_key(source)}" if data.mix else ""
     # A small source holds out one window even if the fraction is less.
-    train_part, eval_part = split(corpus.blocks(), data.eval_fraction, _HELD_OUT_SEED, least=length + 1)
+    train_part, eval_part = split(corpus.blocks, data.eval_fraction, _HELD_OUT_SEED, least=length + 1)
     train, evaluation = pack(corpus, train_part, length, tokenizer, data), None
     problems = _too_short(train, f"training text{of_table}", "more text")
     if data.eval_fraction > 0:

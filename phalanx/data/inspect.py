@@ -11,12 +11,12 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from phalanx.data.bestfit import best_fit
+from phalanx.data.bestfit import make_plan
 from phalanx.data.corpus import Corpus
 from phalanx.data.dataset import Dataset
 from phalanx.data.pack import Batch
@@ -24,6 +24,7 @@ from phalanx.data.tokenizer import Tokenizer
 from phalanx.spec.errors import RunError
 from phalanx.spec.json_value import JsonObject
 
+T = TypeVar("T")
 _I8 = npt.NDArray[np.int64]
 _MAX_DOCUMENTS = 1 << 24
 """Maximum number of hashes and lengths in memory, eight bytes each; a larger corpus is sampled by hash."""
@@ -122,19 +123,18 @@ def inspect(
     corpus: Corpus, tokenizer: Tokenizer | None, options: InspectOptions, progress: Callable[[int, int], None] | None = None
 ) -> InspectReport:
     """Reads the whole corpus. `progress` receives the number of tokens read and their total."""
-    lengths, masked, hashes = Lengths(), 0, _Hashes(corpus.documents)
-    has_masks = corpus.tokens > 0 and corpus.mask(0, 1) is not None
+    lengths, parts = Lengths(), [np.array([], dtype="<u8")]
+    stride = np.uint64(max(1, -(-corpus.documents // _MAX_DOCUMENTS)))
     for bounds in _portions(corpus):
         lengths.add(np.diff(bounds) - 1)
-        if len(bounds) == 2:
-            hashes.add_long(_blocks(corpus, *bounds.tolist()))
-        else:
-            hashes.add(corpus.read(*bounds[[0, -1]].tolist()), bounds - bounds[0])
-        for low in range(int(bounds[0]), int(bounds[-1]), _PORTION) if has_masks else ():
-            trained = corpus.mask(low, min(low + _PORTION, int(bounds[-1])))
-            masked += 0 if trained is None else int((~trained).sum())
+        hashes = _hashes(corpus, bounds)
+        parts.append(
+            hashes[hashes % stride == 0]
+        )  # of a very large corpus every n-th value, so that equal documents stay together
         if progress is not None:
             progress(int(bounds[-1]), corpus.tokens)
+    compared = np.sort(np.concatenate(parts))
+    masks = [int((~trained).sum()) for trained in _blocks(corpus.mask, 0, corpus.tokens) if trained is not None]
     text, estimated = _text_bytes(corpus, tokenizer, options.seed)
     return InspectReport(
         documents=corpus.documents,
@@ -143,61 +143,35 @@ def inspect(
         bytes_estimated=estimated,
         lengths=lengths.table(),
         histogram=lengths.histogram(),
-        duplicates=hashes.duplicates,
-        duplicates_of=hashes.compared,
+        duplicates=int((compared[1:] == compared[:-1]).sum()),
+        duplicates_of=len(compared),
         padding=None if options.sequence_length is None else padding(corpus, options.sequence_length),
         sequence_length=options.sequence_length,
-        masked_tokens=masked if has_masks else None,
+        masked_tokens=sum(masks) if masks else None,
         sample=[
             _excerpt(corpus, tokenizer, number, options) for number in _draw(corpus.documents, options.samples, options.seed)
         ],
     )
 
 
-class _Hashes:
-    """64-bit hashes of all documents, or of every n-th hash value, so that equal documents stay together."""
-
-    def __init__(self, documents: int):
-        self._stride = -(-documents // _MAX_DOCUMENTS)
-        self._hashes: list[npt.NDArray[np.uint64]] = []
-
-    def add(self, ids: npt.NDArray[np.integer[Any]], bounds: _I8) -> None:
-        """Add the documents between these bounds of the ids."""
-        data, edges = _uniform(ids).data.cast("B"), (bounds * _HASHED_DTYPE.itemsize).tolist()
-        pairs = itertools.pairwise(edges)
-        self._append(b"".join(hashlib.blake2b(data[a:b], digest_size=8).digest() for a, b in pairs))
-
-    def add_long(self, blocks: Iterator[npt.NDArray[np.integer[Any]]]) -> None:
-        """Add one document, given in blocks."""
+def _hashes(corpus: Corpus, bounds: _I8) -> npt.NDArray[np.uint64]:
+    """64-bit hashes of the documents between these bounds. Ids are hashed in one dtype: corpora with equal ids may have different ones."""
+    if len(bounds) == 2:  # may be longer than memory
         digest = hashlib.blake2b(digest_size=8)
-        for block in blocks:
-            digest.update(_uniform(block).data)
-        self._append(digest.digest())
-
-    def _append(self, digests: bytes) -> None:
-        hashes = np.frombuffer(digests, dtype="<u8")
-        self._hashes.append(hashes if self._stride <= 1 else hashes[hashes % np.uint64(self._stride) == 0])
-
-    @property
-    def compared(self) -> int:
-        return sum(map(len, self._hashes))
-
-    @property
-    def duplicates(self) -> int:
-        if not self.compared:
-            return 0
-        self._hashes = [np.sort(np.concatenate(self._hashes))]
-        return int((self._hashes[0][1:] == self._hashes[0][:-1]).sum())
+        for block in _blocks(corpus.read, *bounds.tolist()):
+            digest.update(np.ascontiguousarray(block, dtype=_HASHED_DTYPE).data)
+        return np.frombuffer(digest.digest(), dtype="<u8")
+    data = np.ascontiguousarray(corpus.read(*bounds[[0, -1]].tolist()), dtype=_HASHED_DTYPE).data.cast("B")
+    pairs = itertools.pairwise(((bounds - bounds[0]) * _HASHED_DTYPE.itemsize).tolist())
+    return np.frombuffer(b"".join(hashlib.blake2b(data[a:b], digest_size=8).digest() for a, b in pairs), dtype="<u8")
 
 
 def padding(corpus: Corpus, length: int) -> float:
     """Padding ratio of best-fit packing, computed from the first _MAX_DOCUMENTS documents."""
-    inputs = np.diff(corpus.bounds(0, min(corpus.documents, _MAX_DOCUMENTS))) - 1  # the end token is a target, not an input
-    inputs = inputs[inputs > 0]
-    full, rests = np.divmod(inputs, length)
-    _, packed = best_fit(-np.sort(-rests[rests > 0]), length)
-    windows = int(full.sum()) + packed
-    return 1.0 - int(inputs.sum()) / (windows * length) if windows else 0.0
+    if not corpus.documents:
+        return 0.0
+    count = min(corpus.documents, _MAX_DOCUMENTS)
+    return make_plan(corpus, np.array([[0, corpus.bounds(count, count)[0]]]), length).padding_ratio(length)
 
 
 def _portions(corpus: Corpus) -> Iterator[_I8]:
@@ -215,14 +189,9 @@ def _portions(corpus: Corpus) -> Iterator[_I8]:
         first = last
 
 
-def _blocks(corpus: Corpus, low: int, high: int) -> Iterator[npt.NDArray[np.integer[Any]]]:
-    for begin in range(low, high, _PORTION):
-        yield corpus.read(begin, min(begin + _PORTION, high))
-
-
-def _uniform(ids: npt.NDArray[np.integer[Any]]) -> npt.NDArray[np.uint32]:
-    """Ids in one dtype: corpora with equal ids may have different ones."""
-    return np.ascontiguousarray(ids, dtype=_HASHED_DTYPE)
+def _blocks(read: Callable[[int, int], T], low: int, high: int) -> Iterator[T]:
+    """What `read` returns for low … high, a few million tokens at a time."""
+    return (read(begin, min(begin + _PORTION, high)) for begin in range(low, high, _PORTION))
 
 
 def _text_bytes(corpus: Corpus, tokenizer: Tokenizer | None, seed: int) -> tuple[int | None, bool]:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from phalanx.data.pack import Batch, Samples, Trace, Window
+from phalanx.data.pack import Batch, Samples, Trace
 
 _PERIOD = 1 << 20
 """Samples after which a weighted mixture repeats its pattern of sources; also the resolution of weights."""
@@ -153,11 +153,11 @@ class Mixture:
     def batch(self, indices: npt.NDArray[np.int64]) -> Batch:
         source, number = self._order(indices)
         present = sorted(set(source.tolist()))
-        parts: list[Window] = [self.sources[which].windows(number[source == which]) for which in present]
+        parts = [self.sources[which].batch(number[source == which]) for which in present]
         # The target row of each row of the concatenated parts.
         back = np.argsort(np.concatenate([np.flatnonzero(source == which) for which in present]))
-        joined = Window(*(np.concatenate(arrays)[back] for arrays in zip(*parts, strict=True)))
-        return Batch(*joined, np.array(indices, dtype=np.int64))
+        joined = Batch(*(np.concatenate(arrays)[back] for arrays in zip(*parts, strict=True)))
+        return joined._replace(samples=np.array(indices, dtype=np.int64))
 
     def trace(self, index: int) -> Trace:
         """The origin of a sample."""

@@ -30,8 +30,8 @@ DocumentSpan = tuple[int, int, int]
 """Document number, first token and end (exclusive) of a span within that document."""
 
 
-class Window(NamedTuple):
-    """One sample, with arrays of the window's length; or several samples as [sample, token]."""
+class Batch(NamedTuple):
+    """Several samples; all arrays but the last are [sample, token]."""
 
     tokens: npt.NDArray[np.int64]
     targets: npt.NDArray[np.int64]
@@ -40,17 +40,8 @@ class Window(NamedTuple):
     """Counted from the start of the document, or of the window if the document began before it."""
     documents: npt.NDArray[np.int32]
     """Index of the document within the window: 0, 1, 2 …"""
-
-
-class Batch(NamedTuple):
-    """Several samples; the fields of a window as [sample, token]."""
-
-    tokens: npt.NDArray[np.int64]
-    targets: npt.NDArray[np.int64]
-    positions: npt.NDArray[np.int64]
-    documents: npt.NDArray[np.int32]
     samples: npt.NDArray[np.int64]
-    """[sample]: global sample indices."""
+    """[sample]: global sample indices; window numbers in the batch of a packing."""
 
     @property
     def has_boundaries(self) -> bool:
@@ -89,8 +80,8 @@ class Packing(Protocol):
     padding_ratio: float
     """Fraction of all window positions that is padding."""
 
-    def windows(self, numbers: npt.NDArray[np.int64]) -> Window:
-        """The windows of these numbers, as [sample, token]."""
+    def batch(self, numbers: npt.NDArray[np.int64]) -> Batch:
+        """The windows of these numbers."""
 
     def trace(self, number: int) -> tuple[DocumentSpan, ...]:
         """The document spans in a window, in order."""
@@ -114,7 +105,7 @@ class StreamPacking:
         self.tokens = int(self._offsets[-1])
         self.count = max(0, self.tokens - 1) // length
 
-    def windows(self, numbers: npt.NDArray[np.int64]) -> Window:
+    def batch(self, numbers: npt.NDArray[np.int64]) -> Batch:
         if numbers.min() < 0 or numbers.max() >= self.count:
             raise IndexError(f"windows {numbers.min()} … {numbers.max()} of {self.count}")
         shape = len(numbers), self.length + 1
@@ -135,7 +126,7 @@ class StreamPacking:
                 trained[row, column:until] = mask
         targets = stream[:, 1:].copy()
         targets[begins[:, 1:] if trained is None else begins[:, 1:] | ~trained[:, 1:]] = IGNORED
-        return Window(stream[:, :-1].copy(), targets, *positions_and_documents(begins[:, :-1], self._document_mask))
+        return Batch(stream[:, :-1].copy(), targets, *positions_and_documents(begins[:, :-1], self._document_mask), numbers)
 
     def trace(self, number: int) -> tuple[DocumentSpan, ...]:
         low = np.array([number * self.length])
@@ -199,11 +190,8 @@ class Samples:
         """Samples in one epoch."""
         return self.packing.count
 
-    def windows(self, indices: npt.NDArray[np.int64]) -> Window:
-        return self.packing.windows(self.order(indices))
-
     def batch(self, indices: npt.NDArray[np.int64]) -> Batch:
-        return Batch(*self.windows(indices), np.array(indices, dtype=np.int64))
+        return self.packing.batch(self.order(indices))._replace(samples=np.array(indices, dtype=np.int64))
 
     def trace(self, index: int) -> Trace:
         window = int(self.order(np.array([index]))[0])

@@ -65,9 +65,6 @@ class TokenMeta:
     fingerprint: str
     """Changes when any id, boundary or mask changes."""
 
-    def to_json(self) -> str:
-        return json.dumps({"format": FORMAT, "version": VERSION} | asdict(self), indent=2) + "\n"
-
     @staticmethod
     def read(folder: Path) -> TokenMeta:
         """Reads the meta file of a folder; raises RunError if it is missing or damaged."""
@@ -122,13 +119,13 @@ class TokenFiles:
         return np.append(self._begins(first, last), end)
 
     def find(self, position: int) -> int:
-        block = int(self.blocks().searchsorted(position, "right")) - 1
+        block = int(self.blocks.searchsorted(position, "right")) - 1
         first = block * self._stride
         begins = self._begins(first, min(first + self._stride, self.documents))
         return first + int(begins.searchsorted(position, "right")) - 1
 
     def starts(self, start: int, stop: int) -> npt.NDArray[np.int64]:
-        begins = self.blocks()
+        begins = self.blocks
         if self._stride > 1:
             low = int(begins.searchsorted(start, "right")) - 1
             high = int(begins.searchsorted(stop, "left"))
@@ -136,12 +133,9 @@ class TokenFiles:
         low, high = begins.searchsorted((start, stop)).tolist()
         return begins[low:high]
 
+    @functools.cached_property
     def blocks(self) -> npt.NDArray[np.int64]:
         """Start of every n-th document, then the end of the stream: the part of the index that is held in memory."""
-        return self._blocks
-
-    @functools.cached_property
-    def _blocks(self) -> npt.NDArray[np.int64]:
         stride, parts = self._stride, [np.array([], dtype=np.int64)]
         if stride >= _SPARSE:
             parts += [self._begins(document, document + 1) for document in range(0, self.documents, stride)]
@@ -183,9 +177,6 @@ class TokenFiles:
                     wrong.append(f"{path} {has} where {META} says {size}: copy the folder again, or tokenize again.")
         if wrong:
             raise RunError(wrong[:10])
-
-
-_TEMPORARY = ".unfinished"
 
 
 def dtype_of(vocab: int) -> str:
@@ -278,13 +269,13 @@ def write_meta(
         parts=tuple(parts),
         fingerprint=digest.hexdigest(),
     )
-    replace_text(folder / META, meta.to_json())
+    replace_text(folder / META, json.dumps({"format": FORMAT, "version": VERSION} | asdict(meta), indent=2) + "\n")
     return meta
 
 
 def unfinished(name: str) -> str:
     """The name of a file until it is complete."""
-    return name + _TEMPORARY
+    return f"{name}.unfinished"
 
 
 def replace_text(path: Path, text: str) -> None:

@@ -16,7 +16,7 @@ from phalanx.checkpointing.find_checkpoint import FoundCheckpoint, find, is_url,
 from phalanx.checkpointing.hf_folder import WeightsFolder
 from phalanx.checkpointing.restore import load as load_tensors
 from phalanx.data.tokenizer import Tokenizer, open_tokenizer
-from phalanx.evaluation.score import Meter, Scorer
+from phalanx.evaluation.score import Scorer
 from phalanx.events.rundir import RunDir
 from phalanx.models import hf_mapping
 from phalanx.models.init import build, reset_buffers
@@ -155,11 +155,6 @@ def _empty(run: Run, device: torch.device) -> nn.Module:
 def _state(model: nn.Module) -> dict[str, Tensor]:
     """Parameters and saved buffers, to be filled in place."""
     return {name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, Tensor)}
-
-
-def meter(opened: Opened) -> Meter:
-    """Measures losses on text, with the settings of training."""
-    return Meter(opened.model, opened.tokenizer, compute=opened.compute, document_mask=opened.run.data.document_mask)
 
 
 def scorer(opened: Opened, batch: int | None = None) -> Scorer:

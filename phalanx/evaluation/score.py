@@ -1,6 +1,6 @@
-"""How well a model predicts text: loss, perplexity and bits per byte (`Meter`), log-likelihoods of continuations (`Scorer`).
+"""How well a model predicts text: loss, perplexity and bits per byte (`measure`), log-likelihoods of continuations (`Scorer`).
 
-On held-out text, `Meter` computes the same as the evaluation in training, sample for sample. `Scorer` splits texts into context and
+On held-out text, `measure` computes the same as the evaluation in training, sample for sample. `Scorer` splits texts into context and
 continuation as lm-evaluation-harness does, so that its results compare with published ones.
 """
 
@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from phalanx.data.corpus import Corpus
 from phalanx.data.dataset import pack
@@ -178,31 +178,19 @@ class Measured:
         return {key: value if value is None or math.isfinite(value) else str(value) for key, value in values.items()}
 
 
-class Meter:
-    """Measures batches with a model."""
-
-    def __init__(self, model: nn.Module, tokenizer: Tokenizer, *, compute: str, document_mask: bool):
-        self._model, self._tokenizer, self._compute, self._document_mask = model, tokenizer, compute, document_mask
-        self._device = next(model.parameters()).device
-
-    def measure(self, batches: Iterable[Batch]) -> Measured:
-        total = Measured()
-        for batch in batches:
-            counted = int((batch.targets >= 0).sum())
-            total += Measured(float(self._loss(batch).double()), counted, text_bytes(batch, self._tokenizer))
-        return total
-
-    @torch.inference_mode()
-    def _loss(self, batch: Batch) -> Tensor:
-        """The sum of losses, with the same kernels as in training."""
-        masked = self._document_mask and (batch.has_boundaries or self._device.type == "cpu")
-        tokens_BS, targets_BS, positions_BS = (
-            torch.from_numpy(array).to(self._device) for array in (batch.tokens, batch.targets, batch.positions)
-        )
-        documents_BS = torch.from_numpy(batch.documents).to(self._device) if masked else None
-        with computing(self._compute, self._device):
-            logits_BSV = self._model(tokens_BS, positions_BS, documents_BS)
-        return F.cross_entropy(logits_BSV.flatten(0, 1).float(), targets_BS.flatten(), ignore_index=IGNORED, reduction="sum")
+def measure(model: nn.Module, tokenizer: Tokenizer, batches: Iterable[Batch], *, compute: str, document_mask: bool) -> Measured:
+    """The losses of a model on these batches, with the same kernels as in training."""
+    device, total = next(model.parameters()).device, Measured()
+    for batch in batches:
+        masked = document_mask and (batch.has_boundaries or device.type == "cpu")
+        tokens_BS, targets_BS, positions_BS, documents_BS = (torch.from_numpy(array).to(device) for array in batch[:4])
+        with torch.inference_mode():
+            with computing(compute, device):
+                logits_BSV = model(tokens_BS, positions_BS, documents_BS if masked else None)
+            logits_NV, targets_N = logits_BSV.flatten(0, 1).float(), targets_BS.flatten()
+            nats = F.cross_entropy(logits_NV, targets_N, ignore_index=IGNORED, reduction="sum")
+        total += Measured(float(nats.double()), int((batch.targets >= 0).sum()), text_bytes(batch, tokenizer))
+    return total
 
 
 def held_out(samples: Samples, sequences: int, batch: int) -> Iterator[Batch]:

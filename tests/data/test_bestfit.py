@@ -65,7 +65,7 @@ def test_best_fit_shows_every_token_once_and_separates_documents() -> None:
         places = Masked(documents)
         places.ids = np.arange(total)  # ids that tell where they come from
         length = rng.choice([1, 2, 5, 16])
-        for intervals in split(corpus.blocks(), rng.choice([0.0, 0.3]), case):
+        for intervals in split(corpus.blocks, rng.choice([0.0, 0.3]), case):
             windows, where = packed(corpus, intervals, length), packed(places, intervals, length)
             expected = [i for start, stop in segments(corpus, intervals) for i in range(start, stop - 1)]
             assert (windows.count == 0) == (not expected)
@@ -133,7 +133,7 @@ def test_best_fit_window_by_hand() -> None:
 
 def test_stored_packing_plan_is_made_once_and_gives_the_same_windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     corpus = Masked(some_documents(random.Random(3), 200, 40))
-    intervals = split(corpus.blocks(), 0.1, 0)[0]
+    intervals = split(corpus.blocks, 0.1, 0)[0]
     plain = packed(corpus, intervals, 16)
     monkeypatch.setattr(bestfit, "_STORED", 1)
     first = BestFitPacking(corpus, intervals, 16, end=END, document_mask=True, cache=tmp_path)
@@ -146,7 +146,7 @@ def test_stored_packing_plan_is_made_once_and_gives_the_same_windows(tmp_path: P
     numbers = np.arange(plain.count)
     for kept in (first, second):
         assert (kept.count, kept.padding_ratio) == (plain.count, plain.padding_ratio)
-        assert all(np.array_equal(a, b) for a, b in zip(kept.windows(numbers), plain.windows(numbers), strict=True))
+        assert all(np.array_equal(a, b) for a, b in zip(kept.batch(numbers), plain.batch(numbers), strict=True))
 
 
 def test_disk_array_reads_like_an_array_in_memory(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ def letters(rng: random.Random, count: int) -> tuple[str, ...]:
 
 def stream(samples: Samples) -> list[int]:
     """All windows of the first epoch in the order of the text, end to end."""
-    return samples.packing.windows(np.arange(samples.count)).tokens.ravel().tolist()
+    return samples.packing.batch(np.arange(samples.count)).tokens.ravel().tolist()
 
 
 def the_eval(dataset: Dataset) -> Samples:

@@ -17,7 +17,7 @@ from phalanx.data.pack import Batch, Samples, StreamPacking, split
 
 TEXTS = ["".join(chr(97 + (i * j) % 26) for j in range(1, 60 + i)) for i in range(1, 30)]
 DOCUMENTS = MemoryCorpus(TEXTS)
-SAMPLES = Samples(StreamPacking(DOCUMENTS, split(DOCUMENTS.blocks(), 0.0, 0)[0], 12), 9, shuffle=True)
+SAMPLES = Samples(StreamPacking(DOCUMENTS, split(DOCUMENTS.blocks, 0.0, 0)[0], 12), 9, shuffle=True)
 ALONE = ReplicaShare(batch=4, replica=0, replicas=1, micro_batch=2)
 
 

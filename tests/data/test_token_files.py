@@ -51,7 +51,7 @@ def test_token_files_of_many_parts_are_one_stream(tmp_path: Path, monkeypatch: p
         flat = None if masks is None else [trained for part in masks for mask in part for trained in mask]
         files = TokenFiles(write_tokens(tmp_path / str(case), parts, masks))
         agree(files, Masked(documents, flat), rng)
-        found = files.blocks()
+        found = files.blocks
         assert 1 <= len(found) - 1 <= blocks
         assert (found[0], found[-1]) == (0, files.tokens)
         assert set(found.tolist()) <= set(files.bounds(0, files.documents).tolist())
@@ -76,7 +76,7 @@ def test_several_folders_of_token_files_are_one_corpus(monkeypatch: pytest.Monke
             documents, mask = documents + own, mask + own_mask
         chain = ChainedCorpus(members)
         agree(chain, Masked(documents, mask), rng)
-        assert set(chain.blocks().tolist()) <= set(chain.bounds(0, chain.documents).tolist())
+        assert set(chain.blocks.tolist()) <= set(chain.bounds(0, chain.documents).tolist())
         assert ChainedCorpus([Masked(ids) for ids in ([[1]], [[2, 3]])]).mask(0, 5) is None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -15,10 +16,10 @@ from ranks import ALONE, tiny_trainer
 
 from phalanx.data.bestfit import BestFitPacking
 from phalanx.data.corpus import MemoryCorpus
-from phalanx.data.pack import IGNORED
+from phalanx.data.pack import IGNORED, Batch
 from phalanx.data.token_files import TokenFiles
 from phalanx.data.tokenizer import ByteTokenizer, open_tokenizer
-from phalanx.evaluation.score import Measured, Meter, documents, held_out, text_bytes, whole
+from phalanx.evaluation.score import Measured, documents, held_out, measure, text_bytes, whole
 from phalanx.spec.load import loads
 from phalanx.spec.run import Data
 
@@ -30,8 +31,8 @@ def pair() -> Pair:
     return twins(vocab=300)
 
 
-def meter(pair: Pair, document_mask: bool = True) -> Meter:
-    return Meter(pair.ours, ByteTokenizer(), compute="fp32", document_mask=document_mask)
+def measured(pair: Pair, batches: Iterable[Batch], document_mask: bool = True) -> Measured:
+    return measure(pair.ours, ByteTokenizer(), batches, compute="fp32", document_mask=document_mask)
 
 
 def test_equals_each_document_by_itself_with_transformers(pair: Pair) -> None:
@@ -41,7 +42,7 @@ def test_equals_each_document_by_itself_with_transformers(pair: Pair) -> None:
         ids = [*text.encode(), 256]
         logprob, _ = pair.logprob(ids[:1], ids[1:])  # nothing foretells a document's first token
         nats, tokens = nats - logprob, tokens + len(ids) - 1
-    got = meter(pair).measure(whole(MemoryCorpus(TEXTS), 200, 4, document_mask=True))
+    got = measured(pair, whole(MemoryCorpus(TEXTS), 200, 4, document_mask=True))
     assert got.tokens == tokens
     assert got.nats == pytest.approx(nats, rel=1e-5)
     text = sum(len(text.encode()) - 1 for text in TEXTS)
@@ -58,7 +59,7 @@ def test_documents_in_one_text(pair: Pair) -> None:
     keep = np.ones(len(stream) - 1, dtype=bool)
     keep[corpus.starts(1, corpus.tokens) - 1] = False
     logprobs = logits.log_softmax(-1)[torch.arange(len(keep)), torch.from_numpy(stream[1:])].numpy()
-    got = meter(pair, document_mask=False).measure(whole(corpus, 200, 1, document_mask=False))
+    got = measured(pair, whole(corpus, 200, 1, document_mask=False), document_mask=False)
     assert got.tokens == keep.sum()
     assert got.nats == pytest.approx(-logprobs[keep].sum(), rel=1e-5)
 
@@ -105,7 +106,7 @@ def test_masked_tokens_do_not_count(pair: Pair, tmp_path: Path) -> None:
     ids = list(b"question answer")
     mask = [i >= 8 for i in range(len(ids))]
     write_token_files(tmp_path / "tokens", ByteTokenizer(), [ids], [mask])
-    got = meter(pair).measure(whole(TokenFiles(tmp_path / "tokens"), 64, 1, document_mask=True))
+    got = measured(pair, whole(TokenFiles(tmp_path / "tokens"), 64, 1, document_mask=True))
     expected, _ = pair.logprob(ids[:8], [*ids[8:], 256])
     assert got.tokens == len(ids) - 8 + 1
     assert got.nats == pytest.approx(-expected, rel=1e-5)
@@ -149,8 +150,11 @@ def test_held_out_loss_is_what_training_computes(tmp_path: Path, packing: str, m
     told = trainer.evaluate()
     trainer.close()
     assert told is not None and set(told.sources) == {"numbers", "words"}
-    meter = Meter(trainer.model, ByteTokenizer(), compute="fp32", document_mask=run.data.document_mask)
-    got = {name: meter.measure(held_out(samples, 5, 2)) for name, samples in trainer.data.eval.items()}
+    mask = run.data.document_mask
+    got = {
+        name: measure(trainer.model, ByteTokenizer(), held_out(samples, 5, 2), compute="fp32", document_mask=mask)
+        for name, samples in trainer.data.eval.items()
+    }
     for name, source in told.sources.items():
         assert (got[name].loss, got[name].tokens) == (source["loss"], source["tokens"])
         assert got[name].perplexity == pytest.approx(source["perplexity"])

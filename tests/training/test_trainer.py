@@ -138,7 +138,7 @@ def test_evaluation_is_the_mean_over_the_first_held_out_sequences(tmp_path: Path
     total, count = 0.0, 0
     with torch.no_grad():
         for index in range(5):  # one by one, without micro-batches
-            tokens, targets, positions, documents = map(torch.from_numpy, held_out.windows(np.array([index])))
+            tokens, targets, positions, documents, _ = map(torch.from_numpy, held_out.batch(np.array([index])))
             logs = trainer.model(tokens, positions, documents)[0].double().log_softmax(-1)
             for place, target in enumerate(targets[0].tolist()):
                 if target >= 0:
