@@ -11,7 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from phalanx.data.corpus import IndexedCorpus
-from phalanx.data.pack import Batch, Packing, Samples
+from phalanx.data.pack import Batch, Packing
+from phalanx.data.samples import Samples
 from phalanx.data.token_files import Part, TokenMeta, TokenWriter, write_meta
 from phalanx.data.tokenizer import ByteTokenizer, Tokenizer
 

@@ -1,6 +1,5 @@
 """A corpus: one flat stream of token ids in which an end token follows every document. Text files, strings (here) and token files
-(`data/token_files`) are corpora; `data/pack` and `data/bestfit` cut windows out of them.
-"""
+(`data/token_files`) are corpora; `data/pack` cuts windows out of them."""
 
 from __future__ import annotations
 

@@ -11,11 +11,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from phalanx.data.bestfit import BestFitPacking
 from phalanx.data.corpus import ChainedCorpus, Corpus, MemoryCorpus, TextFileCorpus
 from phalanx.data.files import find_files, is_compressed, is_url, paths_key, stdlib_files, table_key
-from phalanx.data.mix import Mixture, sample_limit
-from phalanx.data.pack import Intervals, Packing, Samples, StreamPacking, split
+from phalanx.data.pack import BestFitPacking, Intervals, Packing, StreamPacking
+from phalanx.data.samples import Mixture, Samples, sample_limit, split
 from phalanx.data.token_files import META, TokenFiles
 from phalanx.data.tokenizer import ByteTokenizer, Tokenizer, open_tokenizer
 from phalanx.spec.errors import RunError

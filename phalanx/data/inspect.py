@@ -16,10 +16,9 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from phalanx.data.bestfit import make_plan
 from phalanx.data.corpus import Corpus
 from phalanx.data.dataset import Dataset
-from phalanx.data.pack import Batch
+from phalanx.data.pack import Batch, make_plan
 from phalanx.data.tokenizer import Tokenizer
 from phalanx.spec.errors import RunError
 from phalanx.spec.json_value import JsonObject

@@ -1,30 +1,29 @@
-"""Cuts a corpus into windows of one length, numbers them as samples, and decides which documents are held out for evaluation. The order
-of samples and the choice of documents are computed, never stored. `data/dataset` builds them, `data/loader` reads batches."""
+"""Cuts a corpus into windows of one length: `StreamPacking` regardless of documents, `BestFitPacking` into windows of whole documents,
+longest first. The plan of the latter is computed once; that of a large corpus is stored in data.cache, where every rank only opens it."""
 
 from __future__ import annotations
 
-import functools
+import bisect
 import hashlib
+import os
+import shutil
+import tempfile
 import zlib
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from phalanx.data.corpus import Corpus, offsets
+from phalanx.data.corpus import Corpus, OpenFile, offsets
+from phalanx.spec.errors import RunError
 
 IGNORED = -100
 """The target without a loss: cross entropy's default ignore_index."""
 
-_BLOCK, _BLOCKS = 1024, 16
-"""The order of samples is computed in blocks of 1024 neighbors; the last 16 blocks are cached."""
-
 Intervals = npt.NDArray[np.int64]
 """[n, 2]: start and stop in a corpus' stream, sorted, none empty, no two adjacent."""
-
-_ROUNDS = 8
-"""Four rounds make a Feistel network with wide halves pseudo-random; small n has narrow halves and gets twice as many."""
 
 DocumentSpan = tuple[int, int, int]
 """Document number, first token and end (exclusive) of a span within that document."""
@@ -58,16 +57,6 @@ class Batch(NamedTuple):
     def rows(self, first: int, last: int) -> Batch:
         """Samples first … last (exclusive) of this batch."""
         return Batch._make(array[first:last] for array in self)
-
-
-@dataclass(frozen=True, slots=True)
-class Trace:
-    """The origin of a sample."""
-
-    source: str
-    epoch: int
-    window: int
-    spans: tuple[DocumentSpan, ...]
 
 
 class Packing(Protocol):
@@ -170,129 +159,230 @@ def spans_between(corpus: Corpus, start: int, stop: int) -> list[DocumentSpan]:
     return spans
 
 
-class Samples:
-    """The endless samples of one source: its windows, epoch after epoch, each epoch in an order of its own.
+class DiskArray:
+    """The one-dimensional integer array of an .npy file, of which only the requested elements are read.
 
-    A sample is a pure function of (seed, index). There is no state, so a run that starts at any index on any number of ranks
-    reads the same samples as a run that never stopped.
+    A memory map would count every page ever touched as memory of this process, for a large plan all of them.
     """
 
-    def __init__(self, packing: Packing, seed: int, shuffle: bool, name: str = ""):
-        """`name`: the name of the source."""
-        self.packing = packing
-        self.name = name
-        self._shuffle = shuffle
-        self._seed = seed
-        self._block = functools.lru_cache(_BLOCKS)(self._permuted)
+    def __init__(self, path: Path):
+        header = np.load(path, mmap_mode="r")
+        self._dtype, self._offset, self._length = header.dtype, header.offset, len(header)
+        self._file = OpenFile(str(path), remedy="remove its folder")
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, at: int | slice) -> Any:
+        if not isinstance(at, slice):
+            first = range(self._length)[at]
+            return int(self[first : first + 1][0])
+        first, last, step = at.indices(self._length)
+        return self._file.read(self._dtype, first, max(first, last), header=self._offset)[::step]
+
+
+_STORED = 1 << 16
+"""Number of documents from which on the plan is stored in a file. Below, computing it takes a tenth of a second."""
+_CHUNK = 1 << 20
+_VERSION = 1
+_Numbers = npt.NDArray[np.integer[Any]] | DiskArray
+"""In memory, or on disk for a large corpus."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackingPlan:
+    """The content of each window: first the windows that one document fills, then the packed ones, longest documents first.
+
+    Each array has one extra number, so that none is empty: an empty file cannot be mapped.
+    """
+
+    full_starts: _Numbers
+    """Corpus position of each document that fills windows."""
+    full_firsts: _Numbers
+    """First window of each of these documents, then the number of all such windows."""
+    piece_starts: _Numbers
+    """Corpus position of each piece in the packed windows, window by window."""
+    piece_lengths: _Numbers
+    piece_firsts: _Numbers
+    """First piece of each packed window, then the number of pieces."""
+    slots: _Numbers
+    """[1]: window positions that hold a token, in total."""
 
     @property
-    def count(self) -> int:
-        """Samples in one epoch."""
-        return self.packing.count
+    def windows(self) -> int:
+        return int(self.full_firsts[-1]) + len(self.piece_firsts) - 1
 
-    def batch(self, indices: npt.NDArray[np.int64]) -> Batch:
-        return self.packing.batch(self.order(indices))._replace(samples=np.array(indices, dtype=np.int64))
-
-    def trace(self, index: int) -> Trace:
-        window = int(self.order(np.array([index]))[0])
-        return Trace(self.name, index // self.count, window, self.packing.trace(window))
-
-    def order(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """The window number of each sample."""
-        if indices.min() < 0:
-            raise IndexError(f"sample {indices.min()}; samples are counted from 0")
-        if not self._shuffle:
-            return indices % self.count
-        windows = np.empty(len(indices), dtype=np.int64)
-        blocks = indices // self.count * self._blocks + indices % self.count // _BLOCK
-        within = indices % self.count % _BLOCK
-        for block in set(blocks.tolist()):
-            now = blocks == block
-            windows[now] = self._block(block)[within[now]]
-        return windows
-
-    @property
-    def _blocks(self) -> int:
-        return -(-self.count // _BLOCK)
-
-    def _permuted(self, block: int) -> npt.NDArray[np.int64]:
-        """One block of an epoch's order. Indices of a batch are neighbors, and a block costs little more than one index."""
-        epoch, first = divmod(block, self._blocks)
-        permutation = Permutation(self.count, key("epoch", self._seed, epoch))
-        return permutation(np.arange(first * _BLOCK, min((first + 1) * _BLOCK, self.count)))
+    def padding_ratio(self, length: int) -> float:
+        return 1.0 - int(self.slots[0]) / (self.windows * length) if self.windows else 0.0
 
 
-def key(purpose: str, seed: int, index: int = 0) -> int:
-    """64 bits that depend on the arguments alone: the same in every process, on every machine, in every version."""
-    return int.from_bytes(hashlib.blake2b(f"{purpose}/{seed}/{index}".encode(), digest_size=8).digest(), "little")
+class BestFitPacking:
+    """Windows of whole documents. A document longer than a window fills windows of its own first, and its rest is packed.
 
-
-def mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """MurmurHash3's finalizer: a bijection of 64 bits in which every input bit flips half the output bits on average."""
-    x = (x ^ (x >> np.uint64(33))) * np.uint64(0xFF51AFD7ED558CCD)
-    x = (x ^ (x >> np.uint64(33))) * np.uint64(0xC4CEB9FE1A85EC53)
-    return x ^ (x >> np.uint64(33))
-
-
-class Permutation:
-    """A pseudo-random bijection of range(n) that takes no memory and can be evaluated at any point.
-
-    A Feistel network permutes the smallest power of two that is not below n: each round adds a function of one half of the
-    bits to the other half, which can be undone. A value outside range(n) passes through the network again until it is inside
-    ("cycle walking"). That takes fewer than two passes on average and is still a bijection, because a cycle that starts
-    inside range(n) returns to it.
+    A piece's inputs are doc[start:stop] and its targets doc[start+1:stop+1]: the end token is a target but not an input, and
+    a piece of a longer document knows the token that follows it. The rest of a window is padding: end tokens with a document
+    index of their own, ignored as targets.
     """
 
-    def __init__(self, n: int, key: int):
-        assert 1 <= n <= 2**62, n
-        self.n = n
-        bits = (n - 1).bit_length()
-        self._shift = np.uint64(bits // 2)
-        self._low = np.uint64((1 << bits // 2) - 1)
-        self._high = np.uint64((1 << (bits - bits // 2)) - 1)
-        digest = hashlib.blake2b(key.to_bytes(8, "little"), digest_size=8 * _ROUNDS).digest()
-        self._round_keys = np.frombuffer(digest, dtype="<u8").astype(np.uint64)
+    def __init__(self, corpus: Corpus, intervals: Intervals, length: int, *, end: int, document_mask: bool, cache: Path):
+        self.length = length
+        self.tokens = int((intervals[:, 1] - intervals[:, 0]).sum())
+        self._corpus, self._end, self._document_mask = corpus, end, document_mask
+        self._plan = _plan(corpus, intervals, length, cache)
+        self._full = int(self._plan.full_firsts[-1])
+        self.count, self.padding_ratio = self._plan.windows, self._plan.padding_ratio(length)
 
-    def __call__(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        assert positions.size == 0 or (positions.min() >= 0 and positions.max() < self.n), (positions, self.n)
-        x = self._network(positions.ravel().astype(np.uint64))
-        while (outside := x >= np.uint64(self.n)).any():
-            x[outside] = self._network(x[outside])
-        return x.astype(np.int64).reshape(positions.shape)
+    def batch(self, numbers: npt.NDArray[np.int64]) -> Batch:
+        if numbers.min() < 0 or numbers.max() >= self.count:
+            raise IndexError(f"windows {numbers.min()} … {numbers.max()} of {self.count}")
+        shape = len(numbers), self.length
+        tokens = np.full(shape, self._end, dtype=np.int64)
+        targets = np.full(shape, IGNORED, dtype=np.int64)
+        begins = np.zeros(shape, dtype=np.bool_)
+        for row, number in enumerate(numbers.tolist()):
+            column = 0
+            for start, length in self._pieces(number):
+                until = column + length
+                ids = self._corpus.read(start, start + length + 1)
+                tokens[row, column:until] = ids[:-1]
+                mask = self._corpus.mask(start + 1, start + length + 1)
+                targets[row, column:until] = ids[1:]
+                if mask is not None:
+                    targets[row, column:until][~mask] = IGNORED
+                begins[row, column] = True
+                column = until
+            if column < self.length:
+                begins[row, column] = True
+        return Batch(tokens, targets, *positions_and_documents(begins, self._document_mask), numbers)
 
-    def _network(self, x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-        low, high = x & self._low, x >> self._shift
-        for even, odd in self._round_keys.reshape(-1, 2):
-            high ^= mix(low + even) & self._high
-            low ^= mix(high + odd) & self._low
-        return (high << self._shift) | low
+    def trace(self, number: int) -> tuple[DocumentSpan, ...]:
+        pieces = self._pieces(number)
+        return tuple(span for start, length in pieces for span in spans_between(self._corpus, start, start + length))
+
+    def _pieces(self, number: int) -> list[tuple[int, int]]:
+        """Corpus position and length of each piece of a window."""
+        plan = self._plan
+        if number < self._full:
+            document = bisect.bisect_right(plan.full_firsts, number) - 1
+            return [(int(plan.full_starts[document]) + (number - int(plan.full_firsts[document])) * self.length, self.length)]
+        first, last = plan.piece_firsts[number - self._full : number - self._full + 2].tolist()
+        return list(zip(plan.piece_starts[first:last].tolist(), plan.piece_lengths[first:last].tolist(), strict=True))
 
 
-def split(blocks: npt.NDArray[np.int64], fraction: float, seed: int, least: int = 1) -> tuple[Intervals, Intervals]:
-    """Intervals to train on and intervals to evaluate on: disjoint, and together the whole corpus.
+def make_plan(corpus: Corpus, intervals: Intervals, length: int) -> PackingPlan:
+    """Computes the content of each window. Takes about forty bytes of memory per document."""
+    starts, slots = _segments(corpus, intervals)
+    total = slots.sum()
+    full = slots // length
+    long = full > 0
+    full_starts, full_firsts = np.append(starts[long], 0), offsets(full[long])
+    starts += full * length
+    slots -= full * length
+    del full, long  # there may be very many documents
+    rests = slots > 0
+    lengths: npt.NDArray[Any] = slots[rests].astype(np.uint16 if length < 1 << 16 else np.int32)
+    starts = starts[rests]
+    del slots, rests
+    order = np.argsort(length - lengths, kind="stable")  # longest first; 16-bit numbers are radix-sorted
+    starts, lengths = starts[order], lengths[order]
+    del order
+    window_of, count = best_fit(lengths, length)
+    order = np.argsort(window_of, kind="stable")
+    return PackingPlan(
+        full_starts=full_starts,
+        full_firsts=full_firsts,
+        piece_starts=np.append(starts[order], 0),
+        piece_lengths=np.append(lengths[order], 0).astype(np.int32),
+        piece_firsts=offsets(np.bincount(window_of, minlength=count)),
+        slots=np.array([total]),
+    )
 
-    `blocks`: start positions of the corpus' blocks, then its end; a block is one document unless there are very many.
-    Whole blocks are held out, so that evaluation never continues a text that was trained on. The one exception is the last
-    block drawn: only its tail is held out, which meets the fraction exactly and splits even a single document.
-    `least`: tokens to hold out even if the fraction gives fewer, provided that as many remain.
+
+def best_fit(lengths: npt.NDArray[np.integer[Any]], capacity: int) -> tuple[npt.NDArray[np.int64], int]:
+    """The window of each piece, and the number of windows, for pieces sorted from the longest (at most `capacity`) to the
+    shortest. Equal to placing them one by one, each into the window with the least sufficient free space.
+
+    Pieces of equal length fill the window with the least sufficient space until it has too little left, then the next one. So
+    all windows with equal free space are handled at once.
     """
-    begins, ends = blocks[:-1], blocks[1:]
-    cuts = ends.copy()  # where the held-out part of each block begins; for most blocks at the end
-    total = int(blocks[-1])
-    held_out = max(least if 2 * least <= total else 1, round(fraction * total)) if fraction > 0 else 0
-    if held_out and len(begins):
-        # Sorting by a hash of the index, instead of a shuffle: added documents hardly change which others are drawn.
-        order = np.argsort(mix(np.arange(len(begins), dtype=np.uint64) + np.uint64(key("held out", seed))))
-        drawn = np.cumsum((ends - begins)[order])
-        last = int(np.searchsorted(drawn, held_out))
-        cuts[order[:last]] = begins[order[:last]]
-        cuts[order[last]] = begins[order[last]] + drawn[last] - held_out
-    return _merged(begins, cuts), _merged(cuts, ends)
+    window_of = np.empty(len(lengths), dtype=np.int64)
+    pools: dict[int, list[npt.NDArray[np.int64]]] = {}  # windows by their free space
+    spaces = 0  # bit s: there are windows with free space s
+    count = 0
+    edges = np.flatnonzero(lengths[1:] != lengths[:-1]) + 1
+    for at, end in zip([0, *edges.tolist()], [*edges.tolist(), len(lengths)], strict=True):
+        while at < end:
+            length = int(lengths[at])
+            enough = spaces >> length
+            if enough:
+                space = length + (enough & -enough).bit_length() - 1
+                pool = np.concatenate(pools.pop(space))
+                spaces ^= 1 << space
+            else:
+                space = capacity
+                pool = np.arange(count, count + -(-(end - at) // (capacity // length)))
+                count += len(pool)
+            each = space // length
+            used = min(len(pool), -(-(end - at) // each))
+            taken = min(used * each, end - at)
+            window_of[at : at + taken] = np.repeat(pool[:used], each)[:taken]
+            at += taken
+            last = each - (used * each - taken)  # pieces in the last window used
+            for windows, now in (
+                (pool[: used - 1], space - each * length),
+                (pool[used - 1 : used], space - last * length),
+                (pool[used:], space),
+            ):
+                if len(windows) and now:
+                    pools.setdefault(now, []).append(windows)
+                    spaces |= 1 << now
+    return window_of, count
 
 
-def _merged(starts: npt.NDArray[np.int64], stops: npt.NDArray[np.int64]) -> Intervals:
-    """Drops empty intervals and joins adjacent ones."""
-    nonempty = starts < stops
-    starts, stops = starts[nonempty], stops[nonempty]
-    apart = starts[1:] != stops[:-1]
-    return np.stack([starts[np.append(True, apart)[: len(starts)]], stops[np.append(apart, True)[: len(stops)]]], axis=1)
+def _segments(corpus: Corpus, intervals: Intervals) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Position and number of inputs (all tokens but the last) of each document, or of its parts inside the intervals."""
+    starts, slots = [], []
+    edges = intervals.ravel()
+    for first in range(0, corpus.documents, _CHUNK):
+        bounds = corpus.bounds(first, min(first + _CHUNK, corpus.documents))
+        near = edges[edges.searchsorted(bounds[0], "right") : edges.searchsorted(bounds[-1], "left")]
+        at = bounds.searchsorted(near)
+        new = bounds[at] != near
+        cuts = np.insert(bounds, at[new], near[new])
+        begin, length = cuts[:-1], np.diff(cuts)
+        inside = edges.searchsorted(begin, "right") % 2 == 1  # an odd number of edges up to it
+        starts.append(begin[inside])
+        slots.append(length[inside] - 1)
+    return np.concatenate(starts), np.concatenate(slots)
+
+
+def _plan(corpus: Corpus, intervals: Intervals, length: int, cache: Path) -> PackingPlan:
+    """The plan, read from the cache or computed; the plan of a large corpus is stored there."""
+    if corpus.documents < _STORED:
+        return make_plan(corpus, intervals, length)
+    digest = hashlib.sha256(f"{_VERSION} {corpus.fingerprint} {length} ".encode() + intervals.astype("<i8").tobytes())
+    folder = cache / "packing" / digest.hexdigest()[:32]
+    try:
+        if not folder.is_dir():
+            _store(make_plan(corpus, intervals, length), folder)
+        return PackingPlan(**{field.name: DiskArray(folder / f"{field.name}.npy") for field in fields(PackingPlan)})
+    except (OSError, ValueError) as error:
+        raise RunError(
+            f"The packing of documents cannot be stored in {folder} ({error}); set data.cache to a folder with free space, or remove it."
+        ) from None
+
+
+def _store(plan: PackingPlan, folder: Path) -> None:
+    """Writes to a temporary folder and renames it: a folder that exists is complete."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix="making-", dir=folder.parent))
+    try:
+        for field in fields(PackingPlan):
+            np.save(temporary / f"{field.name}.npy", getattr(plan, field.name))
+        try:
+            os.rename(temporary, folder)
+        except OSError:
+            if not folder.is_dir():  # else another process stored the same plan first
+                raise
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)

@@ -18,7 +18,8 @@ from torch import nn
 
 from phalanx.data.corpus import Corpus
 from phalanx.data.dataset import pack
-from phalanx.data.pack import IGNORED, Batch, Samples, StreamPacking
+from phalanx.data.pack import IGNORED, Batch, StreamPacking
+from phalanx.data.samples import Samples
 from phalanx.data.tokenizer import Tokenizer
 from phalanx.spec.errors import RunError
 from phalanx.spec.run import Data

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.data.pack import Samples
+from phalanx.data.samples import Samples
 from phalanx.events.records import Evaluated
 from phalanx.observe import comm_timer
 from phalanx.parallel.mesh import Mesh

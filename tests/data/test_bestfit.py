@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from corpora import END, Masked, one_window, some_documents
 
-from phalanx.data import bestfit
-from phalanx.data.bestfit import BestFitPacking, DiskArray, best_fit
-from phalanx.data.pack import IGNORED, Intervals, split
+from phalanx.data import pack
+from phalanx.data.pack import IGNORED, BestFitPacking, DiskArray, Intervals, best_fit
+from phalanx.data.samples import split
 from phalanx.spec.errors import RunError, RunFailed
 
 NOWHERE = Path("/nonexistent")
@@ -135,11 +135,11 @@ def test_stored_packing_plan_is_made_once_and_gives_the_same_windows(tmp_path: P
     corpus = Masked(some_documents(random.Random(3), 200, 40))
     intervals = split(corpus.blocks, 0.1, 0)[0]
     plain = packed(corpus, intervals, 16)
-    monkeypatch.setattr(bestfit, "_STORED", 1)
+    monkeypatch.setattr(pack, "_STORED", 1)
     first = BestFitPacking(corpus, intervals, 16, end=END, document_mask=True, cache=tmp_path)
     assert len(list((tmp_path / "packing").iterdir())) == 1
     made: list[int] = []
-    monkeypatch.setattr(bestfit, "make_plan", lambda *given: made.append(1))
+    monkeypatch.setattr(pack, "make_plan", lambda *given: made.append(1))
     second = BestFitPacking(corpus, intervals, 16, end=END, document_mask=True, cache=tmp_path)
     assert not made
     assert isinstance(second._plan.piece_starts, DiskArray)
@@ -167,7 +167,7 @@ def test_disk_array_reads_like_an_array_in_memory(tmp_path: Path) -> None:
 
 
 def test_unwritable_packing_cache_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bestfit, "_STORED", 1)
+    monkeypatch.setattr(pack, "_STORED", 1)
     (tmp_path / "file").write_text("")
     corpus = Masked([[1, 2, 3]])
     with pytest.raises(RunError, match=r"cannot be stored in .*file/packing.* set data\.cache"):

@@ -13,7 +13,8 @@ from corpora import write_tokens
 
 from phalanx.data.dataset import Dataset, open_dataset
 from phalanx.data.loader import Loader, ReplicaShare
-from phalanx.data.pack import Batch, Samples
+from phalanx.data.pack import Batch
+from phalanx.data.samples import Samples
 from phalanx.spec.errors import RunError
 from phalanx.spec.run import Data, MixedSource
 

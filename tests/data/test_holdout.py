@@ -7,7 +7,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from phalanx.data.pack import Intervals, split
+from phalanx.data.pack import Intervals
+from phalanx.data.samples import split
 
 
 def blocks(lengths: npt.ArrayLike) -> npt.NDArray[np.int64]:

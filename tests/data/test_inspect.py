@@ -12,9 +12,9 @@ import pytest
 from corpora import write_token_files
 
 from phalanx.data import inspect as module
-from phalanx.data.bestfit import BestFitPacking
 from phalanx.data.corpus import MemoryCorpus, TextFileCorpus
 from phalanx.data.inspect import DocumentExcerpt, InspectOptions, Lengths, inspect, padding
+from phalanx.data.pack import BestFitPacking
 from phalanx.data.token_files import TokenFiles
 from phalanx.data.tokenizer import ByteTokenizer
 

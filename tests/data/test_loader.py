@@ -13,7 +13,8 @@ import pytest
 
 from phalanx.data.corpus import MemoryCorpus
 from phalanx.data.loader import Loader, ReplicaShare
-from phalanx.data.pack import Batch, Samples, StreamPacking, split
+from phalanx.data.pack import Batch, StreamPacking
+from phalanx.data.samples import Samples, split
 
 TEXTS = ["".join(chr(97 + (i * j) % 26) for j in range(1, 60 + i)) for i in range(1, 30)]
 DOCUMENTS = MemoryCorpus(TEXTS)

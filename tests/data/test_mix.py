@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from corpora import Masked
 
-from phalanx.data.mix import Mixture, SourceOrder, quotas
-from phalanx.data.pack import Samples, StreamPacking
+from phalanx.data.pack import StreamPacking
+from phalanx.data.samples import Mixture, Samples, SourceOrder, quotas
 
 PERIOD = 1 << 20
 

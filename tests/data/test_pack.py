@@ -8,7 +8,8 @@ import pytest
 from corpora import END, Masked, one_window, some_documents
 
 from phalanx.data.corpus import Corpus, MemoryCorpus
-from phalanx.data.pack import IGNORED, Intervals, Samples, StreamPacking, split
+from phalanx.data.pack import IGNORED, Intervals, StreamPacking
+from phalanx.data.samples import Samples, split
 
 
 def windows_of(*texts: str, length: int, document_mask: bool = True) -> StreamPacking:

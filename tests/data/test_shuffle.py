@@ -6,7 +6,7 @@ import sys
 import numpy as np
 import pytest
 
-from phalanx.data.pack import Permutation, key
+from phalanx.data.samples import Permutation, key
 
 
 @pytest.mark.parametrize("sizes", [range(1, 301), (1023, 1024, 1025, 65537, 200_003)])
@@ -56,7 +56,7 @@ def test_permutation_keys_reach_every_position() -> None:
 
 
 def test_shuffle_keys_are_stable_and_differ_by_every_argument() -> None:
-    code = "from phalanx.data.pack import key; print(key('epoch', 1, 2))"
+    code = "from phalanx.data.samples import key; print(key('epoch', 1, 2))"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env={"PYTHONHASHSEED": "7"})
     assert int(out.stdout) == key("epoch", 1, 2)
     assert len({key(p, s, i) for p in "ab" for s in (0, 1, 11, 2**63 - 1) for i in (0, 1, 11, 10**12)}) == 32

@@ -14,9 +14,8 @@ from corpora import write_token_files
 from evaluation.tiny import Pair, bpe, twins
 from ranks import ALONE, tiny_trainer
 
-from phalanx.data.bestfit import BestFitPacking
 from phalanx.data.corpus import MemoryCorpus
-from phalanx.data.pack import IGNORED, Batch
+from phalanx.data.pack import IGNORED, Batch, BestFitPacking
 from phalanx.data.token_files import TokenFiles
 from phalanx.data.tokenizer import ByteTokenizer, open_tokenizer
 from phalanx.evaluation.score import Measured, documents, held_out, measure, text_bytes, whole

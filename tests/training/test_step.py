@@ -12,7 +12,8 @@ from sharded import replicated
 from torch import Tensor
 
 from phalanx.data.dataset import open_dataset
-from phalanx.data.pack import Batch, Samples
+from phalanx.data.pack import Batch
+from phalanx.data.samples import Samples
 from phalanx.models.init import build, materialize
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.sharded_model import ShardedModel
