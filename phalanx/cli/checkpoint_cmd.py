@@ -95,7 +95,9 @@ def inspect(
         about |= {"progress": run.progress, "seed": run.seed, "data": run.data, "replicas": run.replicas, "kinds": kinds}
         about |= {"files": {name: file.to_json() for name, file in marker.files.items()}}
         about |= {"tensors": {item.name: _table(item) for item in chosen}}
-        print_json(about | ({"change": _change_table(change)} if change is not None else {}))
+        if change is not None:
+            about["change"] = asdict(change) | {"ranks": change.layout.ranks}
+        print_json(about)
 
 
 def _table(held: SavedTensor) -> dict[str, Any]:
@@ -124,11 +126,6 @@ def _change(path: str, tensors: dict[str, SavedTensor], asked: str) -> show.Layo
         layout=now.layout, degrees=checkpoint_info.layout_text(asdict(now.layout)), distinct=read, tensors=len(tensors), cut=cut,
         micro_batch=now.plan.micro_batch if now.plan else None, accumulation=now.plan.accumulation if now.plan else None,
     )  # fmt: skip
-
-
-def _change_table(change: show.LayoutChange) -> dict[str, Any]:
-    table = asdict(change)
-    return {"layout": table.pop("layout"), "degrees": table.pop("degrees"), "ranks": change.layout.ranks} | table
 
 
 @app.command("verify")

@@ -15,12 +15,14 @@ from phalanx.cli.options import SOURCE_KINDS, AsJson, Device, Field, Template, c
 from phalanx.cli.output import console, finish, plain_table, print_json, tracked
 from phalanx.dashboard.data_tables import tokenizing
 from phalanx.dashboard.numbers import count, number, percent
+from phalanx.data.dataset import open_corpus, open_dataset
+from phalanx.data.pack import Batch
 from phalanx.spec import hf_config
 from phalanx.spec.errors import RunError
 from phalanx.spec.run import Run
+from phalanx.spec.sources import kind
 
 if TYPE_CHECKING:
-    from phalanx.data.pack import Batch
     from phalanx.evaluation.open_model import Opened
     from phalanx.evaluation.score import Measured
 
@@ -75,9 +77,8 @@ class _Options(NamedTuple):
 
 
 def _check_source(checkpoint: str, source: dict[str, Any], choices: Path | None) -> None:
-    kind = source.get("source")
-    problems = check_source_kind(kind)
-    if source and not (kind or source.get("paths")):
+    problems = check_source_kind(source.get("source"))
+    if source and not (source.get("source") or source.get("paths")):
         problems.append(f"--{next(iter(source))} describes a source: add --path or --source.")
     if source and choices is not None:
         problems.append("--choices and a source exclude each other: use one of them.")
@@ -119,10 +120,10 @@ def _choices(opened: Opened, path: Path, options: _Options) -> dict[str, Any]:
 def _loss(opened: Opened, options: _Options) -> dict[str, Any]:
     from phalanx.evaluation.score import Measured, measure
 
-    settings = {"compute": opened.compute, "document_mask": opened.run.data.document_mask}
+    compute, mask = opened.compute, opened.run.data.document_mask
     parts = _given_source(opened, options) if options.source else _held_out(opened, options)
     measured = {
-        name: measure(opened.model, opened.tokenizer, tracked(batches, name, total), **settings)
+        name: measure(opened.model, opened.tokenizer, tracked(batches, name, total), compute=compute, document_mask=mask)
         for name, total, batches in parts
     }
     whole = sum(measured.values(), Measured())
@@ -134,7 +135,6 @@ def _loss(opened: Opened, options: _Options) -> dict[str, Any]:
 
 def _held_out(opened: Opened, options: _Options) -> Iterator[tuple[str, int, Iterator[Batch]]]:
     """The held-out text of the run, by source: name, number of batches, batches."""
-    from phalanx.data.dataset import open_dataset
     from phalanx.evaluation.open_model import usual_batch
     from phalanx.evaluation.score import held_out
 
@@ -152,10 +152,8 @@ def _held_out(opened: Opened, options: _Options) -> Iterator[tuple[str, int, Ite
 
 def _given_source(opened: Opened, options: _Options) -> Iterator[tuple[str, int, Iterator[Batch]]]:
     """The whole source of the command line."""
-    from phalanx.data.dataset import open_corpus
     from phalanx.evaluation.open_model import usual_batch
     from phalanx.evaluation.score import documents, held_out, whole
-    from phalanx.spec.sources import kind
 
     run, batch, length = opened.run, options.batch or usual_batch(opened), _length(opened.run, options)
     no_source = {"source": None, "paths": (), "documents": (), "mix": (), "field": None, "epochs": None}

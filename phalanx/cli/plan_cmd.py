@@ -6,22 +6,26 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from rich.console import Console
 from typer import Argument, Option
 
 from phalanx.cli.options import AsJson, Overrides, check_folders, parse_dollars, parse_memory, parse_seconds
 from phalanx.cli.output import console, finish, write_file
+from phalanx.dashboard.numbers import short_duration, size
+from phalanx.dashboard.plan_text import show_comparison, show_plan, show_solution
+from phalanx.host.machine_profile import write_profile
+from phalanx.host.probe import this_machine
+from phalanx.planning import feedback, planner
+from phalanx.planning.machines.hardware import planned
+from phalanx.planning.request import PlanRequest
+from phalanx.planning.search.search import Limits
+from phalanx.planning.solve import What
 from phalanx.spec.errors import RunError
 from phalanx.spec.load import load
-
-if TYPE_CHECKING:
-    from phalanx.planning.request import PlanRequest
-    from phalanx.planning.search.search import Limits
-    from phalanx.planning.solve import What
-    from phalanx.spec.plan import Machine
-    from phalanx.spec.run import Run
+from phalanx.spec.plan import Machine
+from phalanx.spec.run import Run
 
 _WIDTH = 100
 """Columns of tables in a file or a pipe, where rich would use 80."""
@@ -64,8 +68,6 @@ def plan(
         answer = _compare(wide, compare, refit)
     else:
         assert run_file is not None
-        from phalanx.planning.request import PlanRequest
-
         run, limits = load(run_file, overrides or []), _limits(fits_in, deadline, budget)
         request = PlanRequest(run, planned_machine(run), aim=aim, limits=limits, given=given, free=free, top=max(10, top))
         answer = _solve(wide, request, solve) if solve is not None else _show(wide, request, top, (png, html))
@@ -74,24 +76,17 @@ def plan(
 
 def planned_machine(run: Run) -> Machine | None:
     """This machine if the run file names no cluster. It is probed only then, because GPU drivers answer slowly."""
-    from phalanx.host.probe import this_machine
-    from phalanx.planning.machines.hardware import planned
-
     return None if planned(run) else this_machine()
 
 
 def _show(wide: Console, request: PlanRequest, top: int, files: tuple[Path | None, Path | None]) -> dict[str, Any]:
     """Shows the plan on the terminal, writes the requested files, and returns the object that --json prints."""
-    from phalanx.dashboard.plan_text import show_plan
-    from phalanx.planning.planner import plan as plan_request
-    from phalanx.planning.planner import scaling
-
-    report = plan_request(request)
+    report = planner.plan(request)
     show_plan(wide, report, top)
     png, html = files
     if png is not None or html is not None:
         # Other numbers of devices need further searches, so only the picture and the page have them.
-        report = replace(report, scaling=scaling(request, report.best.layout.ranks))
+        report = replace(report, scaling=planner.scaling(request, report.best.layout.ranks))
     if png is not None:
         from phalanx.dashboard.plan_picture import draw_plan
 
@@ -104,8 +99,6 @@ def _show(wide: Console, request: PlanRequest, top: int, files: tuple[Path | Non
 
 
 def _limits(fits_in: str | None, deadline: str | None, budget: str | None) -> Limits:
-    from phalanx.planning.search.search import Limits
-
     return Limits(
         fits_in=None if fits_in is None else parse_memory("--fits-in", fits_in),
         deadline=None if deadline is None else parse_seconds("--deadline", deadline) / 86400,
@@ -114,28 +107,19 @@ def _limits(fits_in: str | None, deadline: str | None, budget: str | None) -> Li
 
 
 def _solve(wide: Console, request: PlanRequest, what: What) -> dict[str, Any]:
-    from phalanx.dashboard.plan_text import show_solution
-    from phalanx.planning.planner import solve_report
-
-    solution = solve_report(request, what)
+    solution = planner.solve_report(request, what)
     show_solution(wide, solution)
     return solution.to_json()
 
 
 def _compare(wide: Console, directory: Path, refit: bool) -> dict[str, Any]:
-    from phalanx.dashboard.numbers import short_duration, size
-    from phalanx.dashboard.plan_text import show_comparison
-    from phalanx.host.machine_profile import write_profile
-    from phalanx.host.probe import this_machine
-    from phalanx.planning.feedback import after, compare, correction
-
     machine = this_machine()
-    comparison = compare(directory, machine)
+    comparison = feedback.compare(directory, machine)
     if not refit:
         show_comparison(wide, comparison)
         return comparison.to_json()
-    constants = correction(comparison, machine)
-    refitted = after(comparison, machine, constants)
+    constants = feedback.correction(comparison, machine)
+    refitted = feedback.after(comparison, machine, constants)
     show_comparison(wide, comparison, refitted)
     path = write_profile(machine, constants)
     wide.print(

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from typer import Option
 
 from phalanx.cli.options import AsJson, Overrides, RunFile, check_folders, parse_duration
 from phalanx.cli.output import console, finish, write_file
+from phalanx.cli.plan_cmd import planned_machine
+from phalanx.dashboard.simulation_view import draw_run, draw_step, run_text, step_text, step_trace
+from phalanx.planning.machines.cluster import Hardware
+from phalanx.planning.machines.hardware import hardware as hardware_of
+from phalanx.planning.planner import search
+from phalanx.planning.search.candidate import Candidate
+from phalanx.planning.search.search import judge
+from phalanx.planning.simulate.simulated_step import simulate_candidate
+from phalanx.planning.simulate.simulation import SimulationRequest
+from phalanx.planning.simulate.simulation import simulate as simulate_run
 from phalanx.spec.errors import RunError
 from phalanx.spec.layout import Layout
 from phalanx.spec.load import load
-
-if TYPE_CHECKING:
-    from phalanx.planning.machines.cluster import Hardware
-    from phalanx.planning.search.candidate import Candidate
-    from phalanx.planning.simulate.simulation import SimulationRequest
-    from phalanx.spec.run import Run
+from phalanx.spec.run import Run
 
 Spares = Annotated[
     int | None,
@@ -67,8 +72,6 @@ def simulate(
         raise RunError("--trace shows one step: add --step, or use --png for a picture of the whole run.")
     if problems := check_folders(png, trace):
         raise RunError(problems)
-    from phalanx.planning.simulate.simulation import SimulationRequest
-
     request = SimulationRequest(
         days=days,
         seed=seed,
@@ -83,18 +86,14 @@ def simulate(
         study=not quick,
     )
     run = load(run_file, overrides or [])
-    hardware = _hardware(run)
+    hardware = hardware_of(run, planned_machine(run))
     candidate = _candidate(run, hardware)
     result = _step(run, hardware, candidate, (png, trace)) if step else _whole(run, hardware, candidate, request, png)
     finish(json, result)
 
 
 def _whole(run: Run, hardware: Hardware, candidate: Candidate, request: SimulationRequest, png: Path | None) -> dict[str, Any]:
-    from phalanx.dashboard.simulation_view import draw_run, run_text
-    from phalanx.planning.search.search import judge
-    from phalanx.planning.simulate.simulation import simulate
-
-    report = simulate(run, hardware, candidate, request, judge)
+    report = simulate_run(run, hardware, candidate, request, judge)
     console.print("\n".join(run_text(report)), markup=False, soft_wrap=True)
     if png is not None:
         write_file(png, lambda: draw_run(report, png))
@@ -102,9 +101,6 @@ def _whole(run: Run, hardware: Hardware, candidate: Candidate, request: Simulati
 
 
 def _step(run: Run, hardware: Hardware, candidate: Candidate, files: tuple[Path | None, Path | None]) -> dict[str, Any]:
-    from phalanx.dashboard.simulation_view import draw_step, step_text, step_trace
-    from phalanx.planning.simulate.simulated_step import simulate_candidate
-
     step, (png, trace) = simulate_candidate(run, hardware, candidate), files
     console.print("\n".join(step_text(step, candidate.seconds)), markup=False, soft_wrap=True)
     if png is not None:
@@ -120,18 +116,8 @@ def _step(run: Run, hardware: Hardware, candidate: Candidate, files: tuple[Path 
     return {"schedule": step.schedule.name} | counts | times | {"promised": candidate.seconds, "exposed": waits}
 
 
-def _hardware(run: Run) -> Hardware:
-    from phalanx.cli.plan_cmd import planned_machine
-    from phalanx.planning.machines.hardware import hardware
-
-    return hardware(run, planned_machine(run))
-
-
 def _candidate(run: Run, hardware: Hardware) -> Candidate:
     """The run file's layout, or the best plan if it has none."""
-    from phalanx.planning.planner import search
-    from phalanx.planning.search.search import judge
-
     return search(run, hardware).best if run.layout == Layout() else judge(run, hardware)
 
 

@@ -33,35 +33,32 @@ _HASHED_DTYPE = np.dtype("<u4")
 _DECODED = 64  # documents that are decoded to estimate the bytes per token
 
 
-class Lengths:
+class Lengths(Counter[int]):
     """Document lengths without end tokens, counted exactly: even a corpus of 10¹² tokens has only a million different lengths."""
-
-    def __init__(self) -> None:
-        self._counts: Counter[int] = Counter()
 
     def add(self, lengths: _I8) -> None:
         values, counts = np.unique(lengths, return_counts=True)
-        self._counts.update(dict(zip(values.tolist(), counts.tolist(), strict=True)))
+        self.update(dict(zip(values.tolist(), counts.tolist(), strict=True)))
 
     def table(self) -> dict[str, float]:
-        documents = self._counts.total()
+        documents = self.total()
         if not documents:
             return {}
-        lengths = sorted(self._counts)
-        until = np.cumsum([self._counts[length] for length in lengths])
+        lengths = sorted(self)
+        until = np.cumsum([self[length] for length in lengths])
 
         def quantile(fraction: float) -> int:
             """The length that this fraction of all documents does not exceed."""
             return lengths[int(until.searchsorted(max(0, int(np.ceil(fraction * documents)) - 1), "right"))]
 
-        mean = sum(length * count for length, count in self._counts.items()) / documents
+        mean = sum(length * count for length, count in self.items()) / documents
         table = {"min": quantile(0.0), "median": quantile(0.5), "mean": mean}
         return table | {"p90": quantile(0.9), "p99": quantile(0.99), "max": quantile(1.0)}
 
     def histogram(self) -> list[tuple[int, int, int]]:
         """(from, to, documents) for lengths from … to, both included; each range is twice as wide as the one before."""
         bins: Counter[int] = Counter()
-        for length, count in self._counts.items():
+        for length, count in self.items():
             bins[length.bit_length()] += count
         return [((1 << b) >> 1, (1 << b) - 1, bins[b]) for b in range(min(bins), max(bins) + 1)] if bins else []
 

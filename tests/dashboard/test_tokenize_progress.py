@@ -10,7 +10,7 @@ from phalanx.data.ingest import Progress
 
 
 def reached(**values: Any) -> Progress:
-    usual: dict[str, Any] = {"name": "wiki", "bytes": 0, "size": 2 << 20, "documents": 1, "tokens": 0, "kept": 0, "skipped": 0}
+    usual: dict[str, Any] = {"name": "wiki", "bytes": 0, "size": 2 << 20, "tokens": 0, "kept": 0}
     return Progress(**(usual | values))
 
 

@@ -68,7 +68,7 @@ def test_stream_window_by_hand() -> None:
     assert window.targets.tolist() == [b, c, END, IGNORED, END, IGNORED, f, g]
     assert window.positions.tolist() == [0, 1, 2, 3, 0, 1, 0, 1]
     assert window.documents.tolist() == [0, 0, 0, 0, 1, 1, 2, 2]
-    assert [array.dtype for array in window] == [np.int64, np.int64, np.int64, np.int32]
+    assert [array.dtype for array in window[:4]] == [np.int64, np.int64, np.int64, np.int32]
 
 
 def test_window_that_ends_with_a_document_has_no_target_in_the_next() -> None:
@@ -141,7 +141,7 @@ def test_batch_stacks_samples_across_epochs() -> None:
     assert batch.tokens.shape == batch.targets.shape == batch.positions.shape == batch.documents.shape == (6, 9)
     for row, index in enumerate(indices.tolist()):
         sample = one_window(samples, index)
-        for stacked, array in zip((batch.tokens, batch.targets, batch.positions, batch.documents), sample, strict=True):
+        for stacked, array in zip(batch, sample, strict=True):
             assert stacked[row].tolist() == array.tolist()
 
 
