@@ -193,10 +193,8 @@ class ChainedCorpus:
 
 
 class TextFileCorpus(IndexedCorpus):
-    """Text files as bytes, one document per file. A file is read when a window needs it, so the corpus may exceed memory.
-
-    Reads carry their own offset and take no lock, so threads do not disturb each other and a forked child keeps working.
-    """
+    """Text files as bytes, one document per file. A file is read when a window needs it, so the corpus may exceed memory. Reads carry
+    their own offset and take no lock, so threads do not disturb each other and a forked child keeps working."""
 
     def __init__(self, sizes: Mapping[str, int]):
         """`sizes`: bytes of each file, none of them zero, by absolute path."""

@@ -69,10 +69,8 @@ class OpenedSource(NamedTuple):
 
 
 def open_dataset(data: Data, sequence_length: int, seed: int, progress: ProgressCallback | None = None) -> Dataset:
-    """Opens all sources. Reads file sizes only, whatever the length of the text; samples are read on demand.
-
-    Text that has to be tokenized is tokenized here, unless data.cache has the result.
-    """
+    """Opens all sources. Reads file sizes only, whatever the length of the text; samples are read on demand. Text that has to be
+    tokenized is tokenized here, unless data.cache has the result."""
     tokenizer = open_tokenizer(data.tokenizer, data.end_token)
     sources: list[OpenedSource] = []
     problems: list[str] = []

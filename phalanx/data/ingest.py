@@ -286,11 +286,8 @@ def _clear(folder: Path) -> None:
 
 
 class _Worker:
-    """A process that tokenizes one piece at a time.
-
-    It is started as a command instead of by `multiprocessing`: the caller may have threads or a GPU (no fork), or be a script without
-    a main guard (no spawn). It dies with the caller, however that ends.
-    """
+    """A process that tokenizes one piece at a time, and dies with the caller, however that ends. It is started as a command instead of
+    by `multiprocessing`: the caller may have threads or a GPU (no fork), or be a script without a main guard (no spawn)."""
 
     def __init__(self, settings: tuple[TokenizeSpec, Path]):
         self.connection, theirs = multiprocessing.Pipe()
@@ -348,10 +345,8 @@ class _Worker:
 def tokenize_pieces(
     count: int, settings: tuple[TokenizeSpec, Path], pieces: Iterator[Piece]
 ) -> Generator[PieceResult | PieceProgress]:
-    """Tokenizes pieces with at most `count` workers, started on demand and killed at the end.
-
-    Yields results in the order of completion; in between, the total progress of unfinished pieces.
-    """
+    """Tokenizes pieces with at most `count` workers, started on demand and killed at the end. Yields results in the order of
+    completion; in between, the total progress of unfinished pieces."""
     workers: list[_Worker] = []
     piece = next(pieces, None)
     try:

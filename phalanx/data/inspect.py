@@ -1,7 +1,5 @@
-"""For `phalanx data`: statistics of a corpus (`inspect`), and the text that the model sees at a step (`preview`).
-
-`inspect` reads the corpus once, in portions, in bounded memory; `preview` reads the same samples as training does.
-"""
+"""For `phalanx data`: statistics of a corpus, read once in portions, in bounded memory (`inspect`); and the text that the model sees at
+a step, from the same samples as in training (`batches`, `split_samples`)."""
 
 from __future__ import annotations
 
@@ -171,10 +169,8 @@ def padding(corpus: Corpus, length: int) -> float:
 
 
 def _portions(corpus: Corpus) -> Iterator[_I8]:
-    """Yields portions of whole documents with a few million tokens, as start positions and the end of the last one.
-
-    A longer document is a portion by itself.
-    """
+    """Yields portions of whole documents with a few million tokens, as start positions and the end of the last one. A longer document
+    is a portion by itself."""
     first = 0
     while first < corpus.documents:
         begin = int(corpus.bounds(first, first + 1)[0])

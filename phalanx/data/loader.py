@@ -49,10 +49,8 @@ class ReplicaShare:
 
 
 class Loader(Generic[T]):
-    """An endless iterator over steps, from sample `start` on; each step is the list of this replica's micro-batches.
-
-    `prefetch` steps are read or being read at any time.
-    """
+    """An endless iterator over steps, from sample `start` on; each step is the list of this replica's micro-batches. `prefetch` steps
+    are read or being read at any time."""
 
     def __init__(self, samples: SampleReader, share: ReplicaShare, *, start: int, prefetch: int, prepare: Callable[[Batch], T]):
         """`prepare` converts a batch for the trainer, in the background thread."""

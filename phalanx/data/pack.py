@@ -77,10 +77,8 @@ class Packing(Protocol):
 
 
 class StreamPacking:
-    """Consecutive windows over the concatenation of all intervals, regardless of document boundaries.
-
-    Window k takes tokens k·length … (k+1)·length, both included: one more than its length, for the last target.
-    """
+    """Consecutive windows over the concatenation of all intervals, regardless of document boundaries. Window k takes tokens
+    k·length … (k+1)·length, both included: one more than its length, for the last target."""
 
     padding_ratio = 0.0
 
@@ -160,10 +158,8 @@ def spans_between(corpus: Corpus, start: int, stop: int) -> list[DocumentSpan]:
 
 
 class DiskArray:
-    """The one-dimensional integer array of an .npy file, of which only the requested elements are read.
-
-    A memory map would count every page ever touched as memory of this process, for a large plan all of them.
-    """
+    """The one-dimensional integer array of an .npy file, of which only the requested elements are read. A memory map would count every
+    page ever touched as memory of this process, for a large plan all of them."""
 
     def __init__(self, path: Path):
         header = np.load(path, mmap_mode="r")
@@ -191,10 +187,8 @@ _Numbers = npt.NDArray[np.integer[Any]] | DiskArray
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackingPlan:
-    """The content of each window: first the windows that one document fills, then the packed ones, longest documents first.
-
-    Each array has one extra number, so that none is empty: an empty file cannot be mapped.
-    """
+    """The content of each window: first the windows that one document fills, then the packed ones, longest documents first. Each array
+    has one extra number, so that none is empty: an empty file cannot be mapped."""
 
     full_starts: _Numbers
     """Corpus position of each document that fills windows."""
@@ -219,7 +213,7 @@ class PackingPlan:
 class BestFitPacking:
     """Windows of whole documents. A document longer than a window fills windows of its own first, and its rest is packed.
 
-    A piece's inputs are doc[start:stop] and its targets doc[start+1:stop+1]: the end token is a target but not an input, and
+    The inputs of a piece are doc[start:stop] and its targets doc[start+1:stop+1]: the end token is a target but not an input, and
     a piece of a longer document knows the token that follows it. The rest of a window is padding: end tokens with a document
     index of their own, ignored as targets.
     """

@@ -89,11 +89,8 @@ class TokenMeta:
 
 
 class TokenFiles:
-    """A folder of token files as a corpus.
-
-    Files are read at explicit offsets instead of mapped: a file that shrinks under a map kills the process, and reads do not
-    add to resident memory.
-    """
+    """A folder of token files as a corpus. Files are read at explicit offsets instead of mapped: a file that shrinks under a map kills
+    the process, and reads do not add to resident memory."""
 
     def __init__(self, folder: Path):
         self.folder, self.meta = folder, TokenMeta.read(folder)

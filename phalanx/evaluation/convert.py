@@ -143,9 +143,7 @@ def export_checkpoint(
     reference: ReferenceLogits | None = None,
 ) -> Converted:
     """Write a checkpoint's model as a folder that transformers loads. `dtype`: number format of the weights; None: as stored.
-
-    `reference`: logits that the folder must reproduce before it gets its final name; raises RunFailed if it does not.
-    """
+    `reference`: logits that the folder must reproduce before it gets its final name; raises RunFailed if it does not."""
     found = find(path, verify=reference is None)  # with a reference it was just written, and reading verifies checksums
     run = run_of(found)
     spec = run.model

@@ -68,10 +68,8 @@ def open_model(path: Path | str, device: str | torch.device | None = None) -> Op
 
 
 def run_of(found: FoundCheckpoint) -> Run:
-    """The run that wrote a checkpoint, even if the folder of its `model.from` is gone.
-
-    All sizes are in the run file, so `model.from` is not read again. The run directory's copy of the tokenizer takes precedence.
-    """
+    """The run that wrote a checkpoint, even if the folder of its `model.from` is gone: all sizes are in the run file. The run
+    directory's copy of the tokenizer takes precedence."""
     text = re.sub(r"(?m)^from = .*\n", "", found.run)
     copy = found.tokenizer
     overrides = [f"data.tokenizer={copy}"] if copy is not None and (copy / "tokenizer.json").is_file() else []
@@ -92,10 +90,8 @@ def choose_device(device: str | torch.device | None) -> torch.device:
 
 
 def run_for(spec: ModelSpec, data: Data, folder: Path) -> Run:
-    """A run for a model that `folder` describes and no run has trained; raises RunError if the description is inconsistent.
-
-    A run needs a batch and a duration; the values here are placeholders.
-    """
+    """A run for a model that `folder` describes and no run has trained, with placeholders for batch and duration; raises RunError if
+    the description is inconsistent."""
     train = Train(batch=8, steps=1000, sequence_length=max(2, min(1024, spec.context)))
     run = Run(model=spec, data=data, train=train)
     problems = check(run)

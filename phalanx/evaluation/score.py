@@ -72,11 +72,8 @@ class Scorer:
         return self._with_prefix(self._ids(text))
 
     def rolling(self, text: str) -> list[Request]:
-        """A whole text as requests that score each of its tokens once, each with as much context as fits.
-
-        The first token follows the beginning of a text; each window starts from the last token of the previous one, and the last
-        window extends back as far as possible.
-        """
+        """A whole text as requests that score each of its tokens once, each with as much context as fits. The first token follows the
+        beginning of a text; each window starts from the last token of the previous one, and the last window extends back."""
         ids, size = self._ids(text), self.context
         stream = [self.prompt("")[-1], *ids]  # so that token i of the text is stream[i + 1]
         requests = []
