@@ -136,11 +136,9 @@ def verify(
 ) -> None:
     """Compare every byte with its checksum. The exit code is 1 if any byte differs."""
     place = existing_location(path)
-    chosen = (
-        [place]
-        if is_checkpoint(place) and not all_
-        else directory.list_checkpoints(*checkpoint_locations(place))[: None if all_ else 1]
-    )
+    chosen = [place]
+    if all_ or not is_checkpoint(place):
+        chosen = directory.list_checkpoints(*checkpoint_locations(place))[: None if all_ else 1]
     if not chosen:
         raise RunError(no_checkpoint_message(path, checkpoint_locations(place), []))
     result = []
