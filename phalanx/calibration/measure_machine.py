@@ -22,7 +22,6 @@ from phalanx.calibration.op_bench import Measurement
 from phalanx.host.env import worker_env
 from phalanx.host.process_tree import python_command
 from phalanx.planning.feedback import EIGHT_BITS, WIDTHS, Measured, corrected, refitted
-from phalanx.planning.machines.cluster import Hardware
 from phalanx.planning.machines.cpu import cpu_hardware
 from phalanx.planning.machines.hardware import hardware
 from phalanx.spec.errors import RunFailed
@@ -145,7 +144,8 @@ def _links(report: BenchReport, ranks: int, budget: float) -> None:
 def _steps(report: BenchReport, compute: Compute, budget: float, widths: Mapping[str, float] = WIDTHS) -> None:
     device = report.device
     answer = _run_processes(device, [["steps", device, compute, f"{budget:.1f}"]])[0]
-    devices = _one_device(report)
+    machine = replace(report.machine, gpus=report.machine.gpus[:1], measured=tuple(report.constants.items()))
+    devices = cpu_hardware(machine, 1, 1) if device == "cpu" else hardware(_any_run("cuda"), machine)
     steps = [
         (Measured(run=run, plan=plan_of(run), seconds=seconds), devices)
         for run, seconds in zip(jobs(device, compute), answer["seconds"], strict=True)
@@ -160,12 +160,6 @@ def _steps(report: BenchReport, compute: Compute, budget: float, widths: Mapping
         model, train = step.run.model, step.run.train
         shape = f"{model.layers} x {model.dim}, {step.plan.accumulation} x {train.micro_batch} x {train.sequence_length} tokens"
         report.rows.append(Measurement(f"{compute} step", shape, step.seconds, "s"))
-
-
-def _one_device(report: BenchReport) -> Hardware:
-    """One device of this machine, with the constants measured so far."""
-    machine = replace(report.machine, gpus=report.machine.gpus[:1], measured=tuple(report.constants.items()))
-    return cpu_hardware(machine, 1, 1) if report.device == "cpu" else hardware(_any_run("cuda"), machine)
 
 
 def _run_processes(device: Device, commands: list[list[str]]) -> list[Any]:

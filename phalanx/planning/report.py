@@ -116,7 +116,9 @@ def report_of(run: Run, hardware: Hardware, result: SearchResult, *, aim: Litera
     """The report of a search for this run on these machines."""
     searched = {item.name: getattr(result, item.name) for item in fields(SearchResult)}
     searched["alternatives"] = _distinct(result)
-    searched["assumptions"] = tuple(dict.fromkeys((*_own_module(run), *result.assumptions, *hardware.assumed)))
+    unknown = f"The planner does not know what {run.model.module} computes: it assumes a decoder of the sizes in the run file."
+    assumptions = (*([unknown] if run.model.module else ()), *result.assumptions, *hardware.assumed)
+    searched["assumptions"] = tuple(dict.fromkeys(assumptions))
     return PlanReport(
         **searched,
         run=run,
@@ -146,12 +148,6 @@ def _fixed_keys(run: Run, result: SearchResult) -> list[str]:
     if not keys or result.considered <= 1:
         return []
     return [f"The search kept the [layout] of the run file ({', '.join(keys)}): --free searches all layouts and compares."]
-
-
-def _own_module(run: Run) -> list[str]:
-    if run.model.module is None:
-        return []
-    return [f"The planner does not know what {run.model.module} computes: it assumes a decoder of the sizes in the run file."]
 
 
 def why(result: SearchResult, aim: Literal["time", "price"]) -> list[str]:

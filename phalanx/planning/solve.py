@@ -210,10 +210,14 @@ def _batch(run: Run, hardware: Hardware, limits: Limits) -> SolveReport:
 def remedies(run: Run, hardware: Hardware, fits_in: float | None = None) -> list[str]:
     """For a run of which no layout fits, or none is legal: a sentence on what is missing, and one on each of the smallest changes that make
     it fit by themselves."""
+    more, length = 2 * hardware.gpus, run.train.sequence_length // 2
+    shorter = with_sequence(run, length)
     changes = chain(
-        _allowed(run, hardware, fits_in),
+        _allow_more(run, hardware, fits_in, ", which the device has."),  # a smaller change than any other
         _changes(run, hardware, partial(possible, fits_in=fits_in)),
-        _allowed_and_more(run, hardware, fits_in),
+        # Where no number of devices is enough for the limit: a smaller change of both.
+        _allow_more(run, hardware.sized(more), fits_in, f" and take {more:,} devices of this kind."),
+        _allow_more(shorter, hardware, fits_in, f" and set train.sequence_length = {length}.") if length >= 64 else (),
     )
     return [_missing(run, hardware, fits_in), *islice(changes, _MOST)]
 
@@ -367,28 +371,12 @@ def _smaller_model(run: Run, hardware: Hardware, fits: _Fits) -> Iterator[str]:
     yield f"Use a smaller model: {_changed_keys(model, smaller)}, {sizes}."
 
 
-def _allowed(run: Run, hardware: Hardware, fits_in: float | None) -> Iterator[str]:
-    """Raising the user's own limit is a smaller change than any other."""
-    if (needed := _allowance(run, hardware, fits_in)) is not None:
-        yield f"Allow --fits-in {needed:.1f}GiB, which the device has."
-
-
-def _allowed_and_more(run: Run, hardware: Hardware, fits_in: float | None) -> Iterator[str]:
-    """Where no number of devices is enough for the limit: a smaller change of both."""
-    more = 2 * hardware.gpus
-    if (needed := _allowance(run, hardware.sized(more), fits_in)) is not None:
-        yield f"Allow --fits-in {needed:.1f}GiB and take {more:,} devices of this kind."
-    length = run.train.sequence_length // 2
-    if (needed := _allowance(with_sequence(run, length), hardware, fits_in) if length >= 64 else None) is not None:
-        yield f"Allow --fits-in {needed:.1f}GiB and set train.sequence_length = {length}."
-
-
-def _allowance(run: Run, hardware: Hardware, fits_in: float | None) -> float | None:
-    """GiB that the smallest layout takes, rounded up; None where the limit is not what keeps it from fitting."""
-    if fits_in is None or not possible(run, hardware):
-        return None
-    need = math.ceil(smallest(space(run, hardware))[0] / 2**30 * 10) / 10
-    return need if possible(run, hardware, need * 2**30) else None
+def _allow_more(run: Run, hardware: Hardware, fits_in: float | None, rest: str) -> Iterator[str]:
+    """Raising the user's own limit to what the smallest layout takes, where the limit is what keeps it from fitting."""
+    if fits_in is not None and possible(run, hardware):
+        need = math.ceil(smallest(space(run, hardware))[0] / 2**30 * 10) / 10
+        if possible(run, hardware, need * 2**30):
+            yield f"Allow --fits-in {need:.1f}GiB{rest}"
 
 
 def _gib(size: float) -> str:

@@ -35,11 +35,12 @@ def shrink(spec: ModelSpec, layout: Layout, length: int) -> ModelSpec:
     heads, kv = _heads(spec, layout)
     head = 8 if heads <= 8 else 4
     stages = layout.pipeline * layout.stages_per_rank if layout.pipeline > 1 else 1
+    layers = max(_LAYERS, stages + 1)  # enough for every stage, and below a different number per stage
     small = replace(
         spec,
         preset=None,
         from_=None,
-        layers=_layers(stages),
+        layers=layers + 1 if stages > 1 and layers % stages == 0 else layers,
         heads=heads,
         kv_heads=None if spec.kv_heads is None else kv,
         dim=heads * head,
@@ -58,12 +59,6 @@ def shrink(spec: ModelSpec, layout: Layout, length: int) -> ModelSpec:
         ranks = Mla(kv_rank=16, q_rank=None if spec.mla.q_rank is None else 12, nope_dim=8, rope_dim=4, value_dim=6)
         small = replace(small, mla=ranks)
     return replace(small, moe=None if spec.moe is None else _experts(spec.moe, layout))
-
-
-def _layers(stages: int) -> int:
-    """Enough layers for every stage, and different numbers per stage."""
-    layers = max(_LAYERS, stages + 1)
-    return layers + 1 if stages > 1 and layers % stages == 0 else layers
 
 
 def _heads(spec: ModelSpec, layout: Layout) -> tuple[int, int]:

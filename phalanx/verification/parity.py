@@ -11,7 +11,6 @@ from tempfile import mkdtemp
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from phalanx.models.attention import attend_locally
 from phalanx.parallel.mesh import Mesh
@@ -91,7 +90,7 @@ def _tensors(
     kind: str, step: int, sides: tuple[dict[str, ShardValue], dict[str, ShardValue]], rank: int
 ) -> Iterator[Comparison]:
     ours, theirs = sides
-    largest = {name: _largest(tensor) for name, (tensor, _) in theirs.items()}
+    largest = {name: tensor.abs().max().item() if tensor.numel() else 0.0 for name, (tensor, _) in theirs.items()}
     floor = FLOOR * max(largest.values(), default=0.0)
     for name, (tensor, shard) in ours.items():
         apart = float("inf")
@@ -100,22 +99,8 @@ def _tensors(
         yield Comparison(kind, step, name, rank, apart)
 
 
-def _largest(tensor: Tensor) -> float:
-    return tensor.abs().max().item() if tensor.numel() else 0.0
-
-
 References = dict[Any, Reference]
 """Reference files by the run, plan and steps they were made from."""
-
-
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """A rank that failed."""
-
-    rank: int | None
-    """None: the reference process."""
-    error: str
-    trace: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -124,7 +109,7 @@ class Report:
 
     case: Case
     checks: tuple[Check, ...] = ()
-    failure: Failure | None = None
+    failure: RankFailed | None = None
     accounts: tuple[RankAccount, ...] = ()
     """By rank, if requested."""
     theory: Theory | None = None
@@ -193,7 +178,7 @@ def prove(case: Case, *, account: bool = False, pool: RankPool | None = None, re
                 references[key] = opened.alone(train_reference, case, opened.folder / f"reference-{len(references)}.pt")
             results = opened.run(compare_rank, case.layout, case, references[key], account)
         except RankFailed as failed:
-            return Report(case=case, failure=Failure(failed.rank, failed.error, failed.trace))
+            return Report(case=case, failure=failed)
     comparisons = [row for result in results for row in result.comparisons]
     comparisons += _placement(case, results, references[key])
     return Report(

@@ -37,12 +37,17 @@ _GRACE = 0.5  # seconds to wait for the failures of other ranks: the earliest on
 _LINES = 12  # lines of a traceback to report
 
 
+@dataclass(eq=False)
 class RankFailed(Exception):
     """A rank failed in a case."""
 
-    def __init__(self, rank: int | None, error: str, trace: Sequence[str]):
-        self.rank, self.error, self.trace = rank, error, tuple(trace)
-        super().__init__(f"{'one process' if rank is None else f'rank {rank}'}: {error}")
+    rank: int | None
+    """None: the reference process."""
+    error: str
+    trace: Sequence[str]
+
+    def __str__(self) -> str:
+        return f"{'one process' if self.rank is None else f'rank {self.rank}'}: {self.error}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -103,12 +103,11 @@ def _parameters(trainer: Trainer) -> dict[str, ShardValue]:
     return values
 
 
-def _copied(values: Mapping[str, ShardValue]) -> dict[str, ShardValue]:
-    return {name: (tensor.to("cpu", torch.float32, copy=True), shard) for name, (tensor, shard) in values.items()}
-
-
 def _copy(record: StepRecord) -> StepRecord:
-    return replace(record, gradients=_copied(record.gradients), parameters=_copied(record.parameters))
+    def copied(values: Mapping[str, ShardValue]) -> dict[str, ShardValue]:
+        return {name: (tensor.to("cpu", torch.float32, copy=True), shard) for name, (tensor, shard) in values.items()}
+
+    return replace(record, gradients=copied(record.gradients), parameters=copied(record.parameters))
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
 from statistics import median
 
 from rich.console import Console
@@ -11,30 +10,13 @@ from rich.markup import escape
 from rich.table import Column, Table
 
 from phalanx.dashboard.numbers import duration, size
-from phalanx.spec.layout import Layout
+from phalanx.planning.search.candidate import layout_name
 from phalanx.verification.chaos_campaign import CampaignReport
 from phalanx.verification.fault_outcomes import FaultOutcome, Verdict
-from phalanx.verification.parity import Failure, Report
+from phalanx.verification.parity import Report
+from phalanx.verification.rank_pool import RankFailed
 from phalanx.verification.step_cost import RankAccount, Theory
 from phalanx.verification.tolerance import Check
-
-_DEGREES = ("pipeline", "data", "shard", "context", "tensor")
-
-
-def layout_words(layout: Layout) -> str:
-    """Names a layout, such as "data 2 × tensor 2, sequence"."""
-    sizes = asdict(layout)
-    words = [" × ".join(f"{name} {sizes[name]}" for name in _DEGREES if (sizes[name] or 1) > 1) or "one rank"]
-    if layout.shard > 1:
-        words.append(f"ZeRO-{layout.zero}")
-    if layout.tensor > 1 and layout.sequence:
-        words.append("sequence")
-    if layout.context > 1:
-        words.append(layout.context_method)
-    if layout.pipeline > 1:
-        words.append(layout.schedule_file or layout.schedule)
-    words += [f"{name} {sizes[name]}" for name in ("expert", "expert_tensor") if sizes[name] > 1]
-    return ", ".join(words)
 
 
 def show_report(console: Console, report: Report) -> None:
@@ -42,7 +24,7 @@ def show_report(console: Console, report: Report) -> None:
     case = report.case
     ranks, precision = case.layout.ranks, case.plan.compute
     against = f"{ranks} CPU rank{'s' if ranks > 1 else ''} against one process, {case.steps} steps, {precision}"
-    console.print(f"{layout_words(case.layout)}: {against}")
+    console.print(f"{layout_name(case.layout)}: {against}")
     _notes(console, case.notes)
     if report.failure:
         console.print(_failure_text(report.failure), style="red", soft_wrap=True)
@@ -66,7 +48,7 @@ def _notes(console: Console, sentences: Sequence[str]) -> None:
         console.print(escape(sentence), style="dim", soft_wrap=True)
 
 
-def _failure_text(failure: Failure) -> str:
+def _failure_text(failure: RankFailed) -> str:
     who = "the reference process" if failure.rank is None else f"rank {failure.rank}"
     return f"{who}: {escape(failure.error)}"
 
@@ -80,7 +62,7 @@ def show_line(console: Console, number: int, report: Report) -> None:
         failed = [check for check in report.checks if not check.passed]
         shown = failed or [check for check in report.checks if check.accepted != 0]
         what = ", ".join(f"{check.name} {check.largest:.1e}" + (f" ({_where(check)})" if failed else "") for check in shown)
-    console.print(f"{number:3d}  {verdict}  {layout_words(report.case.layout)}: {what}", soft_wrap=True)
+    console.print(f"{number:3d}  {verdict}  {layout_name(report.case.layout)}: {what}", soft_wrap=True)
 
 
 def _table(*titles: str) -> Table:
@@ -141,7 +123,7 @@ def show_campaign(console: Console, report: CampaignReport) -> None:
     """Shows a campaign of `phalanx verify --chaos`: the faults, the checks, and the totals."""
     run, (undisturbed, disturbed) = report.campaign.run, report.seconds
     where = f"{run.layout.ranks} CPU ranks as {run.cluster.nodes} nodes"
-    console.print(f"{layout_words(run.layout)}: {where}, {run.steps} steps, {len(report.outcomes)} faults")
+    console.print(f"{layout_name(run.layout)}: {where}, {run.steps} steps, {len(report.outcomes)} faults")
     _notes(console, report.campaign.notes)
     console.print(_faults(report.outcomes))
     for line in _kinds(report.outcomes):

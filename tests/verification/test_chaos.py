@@ -308,7 +308,7 @@ def test_the_report_shows_every_fault_and_check(capsys: pytest.CaptureFixture[st
     assert report.passed
     show_campaign(Console(width=160), report)
     shown = capsys.readouterr().out
-    for words in ("data 4: 4 CPU ranks as 2 nodes, 80 steps, 2 faults", "kill rank=3 step=2", "0.70 s", "rank 3 died", "not injected",
+    for words in ("DP4: 4 CPU ranks as 2 nodes, 80 steps, 2 faults", "kill rank=3 step=2", "0.70 s", "rank 3 died", "not injected",
                   "kill: detected after 0.10 s (median of 1)", "the same tokens", "1 recoveries, 1 steps repeated", "passed"):  # fmt: skip
         assert words in shown
     assert not replace(report, verdicts=(Verdict(name="loss", passed=False, message="apart"),)).passed

@@ -68,7 +68,6 @@ class Candidate:
 
     @property
     def name(self) -> str:
-        """The layout in the field's shorthand, such as "PP16v8 ZeRO1×128 TP8+SP"."""
         return layout_name(self.layout)
 
     @property
@@ -147,7 +146,7 @@ class SearchResult:
 def layout_name(layout: Layout) -> str:
     """The layout in the field's shorthand: PP16v8 ZeRO1×128 TP8+SP."""
     expert = f"EP{layout.expert}" + (f"×{layout.expert_tensor}" if layout.expert_tensor > 1 else "")
-    order = _SCHEDULE_SUFFIXES.get(layout.schedule, f"-{layout.schedule}")
+    order = _SCHEDULE_SUFFIXES.get(layout.schedule_file or layout.schedule, f"-{layout.schedule_file or layout.schedule}")
     # V-shaped schedules always have two stages per rank.
     stages = f"v{layout.stages_per_rank}" if layout.stages_per_rank > 1 and layout.schedule not in FIXED_STAGES else ""
     method = "" if layout.context_method == "ring" else f"-{layout.context_method}"

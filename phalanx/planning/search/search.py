@@ -184,7 +184,8 @@ def _simplest(front: Front) -> int:
     micro-batch, because a larger one would only take memory."""
     near = front.seconds <= NEAR * front.seconds[0]
     columns = {name: column[near] for name, column in front.columns.items()}
-    first = np.lexsort((front.seconds[near], _size(columns), _techniques(columns)))[0]
+    degrees = [np.log2(columns[name]) for name in ("pipeline", "context", "tensor", "stages", "expert_tensor")]
+    first = np.lexsort((front.seconds[near], np.sum(degrees, axis=0), _techniques(columns)))[0]
     alike = np.all([column == column[first] for name, column in columns.items() if name != "micro_batch"], axis=0)
     least = np.argmin(np.where(alike, columns["micro_batch"], np.inf))
     return int(np.flatnonzero(near)[least])
@@ -199,11 +200,6 @@ def _techniques(columns: Columns) -> Floats:
     often = (columns["zero"] == 2) * 1
     saved = (columns["recompute"] > 0) + 2 * (columns["offload"] != OFFLOAD.index("none"))
     return cast(Floats, many + order + mixed + often + saved)
-
-
-def _size(columns: Columns) -> Floats:
-    names = ("pipeline", "context", "tensor", "stages", "expert_tensor")
-    return cast(Floats, np.sum([np.log2(columns[name]) for name in names], axis=0))
 
 
 def _curve(explorer: Explorer, rates: Rates, limits: tuple[float, float | None], best: Candidate) -> tuple[Candidate, ...]:

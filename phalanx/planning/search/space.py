@@ -101,11 +101,10 @@ class Space:
     def jobs(self, columns: Columns, **more: Any) -> JobTable:
         """The columns as a job table. Fields that are not in them come from the run, the machine and `more`. A column
         "level" is an index into `levels` and sets recompute and recompute_every."""
-        run, memory = self.run, self.run.memory
+        run, model, memory = self.run, self.run.model, self.run.memory
         known: dict[str, Any] = {
-            **model_columns(run.model),
+            **model_columns(model),
             **machine_columns(self.hardware, self.compute),
-            **_kept_columns(run, self.hardware),
             "sequence": run.train.sequence_length,
             "batch": run.batch,
             "ranks": self.gpus,
@@ -114,6 +113,16 @@ class Space:
             "compute_bytes": 4 if self.compute == "fp32" else 2,
             "fp8": int(self.compute == "fp8") * (3 if memory.compile else 2),
             "compiled": int(memory.compile),
+            # Only memory depends on these.
+            "latent": model.mla.kv_rank + (model.mla.q_rank or 0) if model.mla else 0,
+            "rotated": model.rotated if model.positions == "rope" else 0,
+            "qk_norm": int(model.qk_norm),
+            "recompute_every": memory.recompute_every,
+            "moments": (2 if run.precision.optimizer == "bf16" else 4)
+            * run.optimizer.traits.moments,  # of the matrices at least
+            "wire": 2 if run.precision.reduce == "bf16" else 4,
+            "scores": kept_scores(run, self.hardware),
+            "on_cpu": int(self.hardware.device == "cpu"),
         }
         mine = {name: column for name, column in columns.items() if name != "replicas"} | more
         if "level" in mine:
@@ -331,21 +340,6 @@ def layout_of(run: Run, jobs: JobTable, row: int) -> Layout:
         stages=code("stages") if pipelined and code("stages") != default_stages(schedule) else None,
         stage_split=run.layout.stage_split,
     )
-
-
-def _kept_columns(run: Run, hardware: Hardware) -> dict[str, int]:
-    """The fields of JobTable that only memory depends on."""
-    model, moment = run.model, 2 if run.precision.optimizer == "bf16" else 4
-    return {
-        "latent": model.mla.kv_rank + (model.mla.q_rank or 0) if model.mla else 0,
-        "rotated": model.rotated if model.positions == "rope" else 0,
-        "qk_norm": int(model.qk_norm),
-        "recompute_every": run.memory.recompute_every,
-        "moments": moment * run.optimizer.traits.moments,  # of the matrices at least
-        "wire": 2 if run.precision.reduce == "bf16" else 4,
-        "scores": kept_scores(run, hardware),
-        "on_cpu": int(hardware.device == "cpu"),
-    }
 
 
 def kept_scores(run: Run, hardware: Hardware) -> int:
