@@ -13,8 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from phalanx.planning.machines.rates import PAIRED, Rates
+from phalanx.planning.machines.rates import Rates
 from planner.steps import Table
+
+PAIRED = 0.75
+"""`paired` of programs that overlap the two, as DeepSeek's does. No published row measures it; it is set by DeepSeek-V3's
+published hours."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -127,24 +127,16 @@ def jobs(device: Device, compute: Compute) -> list[Run]:
 
 
 def time_links(device_kind: Device, rank: int, ranks: int, port: int, seconds: float) -> list[dict[str, Any]]:
-    """Times collectives as one of several ranks of this machine."""
+    """Times all-reduce, all-gather and a message there and back of each size, as one of several ranks of this machine. All ranks
+    return the same rows."""
     kind = accelerator.of(device_kind)
     device = kind.device(rank)
     kind.set_device(device)
     torch.set_num_threads(1)
     dist.init_process_group(kind.backend, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
-    try:
-        return time_collectives(device, seconds)
-    finally:
-        dist.destroy_process_group()
-
-
-def time_collectives(device: torch.device, seconds: float) -> list[dict[str, Any]]:
-    """Times all-reduce, all-gather and a message there and back of each size. All ranks return the same rows."""
-    ranks, rows = dist.get_world_size(), []
+    rows = []
     for size in _MESSAGES:
-        whole = torch.zeros(size // 4, device=device)
-        shard = torch.zeros(size // 4 // ranks, device=device)
+        whole, shard = torch.zeros(size // 4, device=device), torch.zeros(size // 4 // ranks, device=device)
         collectives: dict[str, Callable[[], Any]] = {
             "all-reduce": partial(dist.all_reduce, whole),
             "all-gather": partial(dist.all_gather_into_tensor, whole, shard),
@@ -152,6 +144,7 @@ def time_collectives(device: torch.device, seconds: float) -> list[dict[str, Any
         }
         for name, collective in collectives.items():
             rows.append({"name": name, "bytes": size, "seconds": _typical_seconds(collective, device, seconds / 9)})
+    dist.destroy_process_group()  # where a collective fails, the process ends anyway
     return rows
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from phalanx.planning.machine_fit import CLEARLY, PlannedRun, as_process, fit, judge_plan, memory_problems, promise_of, replicas
 from phalanx.planning.machines.cluster import Hardware
 from phalanx.planning.placement import placement
-from phalanx.planning.report import PlanReport, largest_loss, report_of
+from phalanx.planning.report import PlanReport, largest_loss, report_of, run_file_tables
 from phalanx.planning.request import PlanRequest, devices_of, free_run, machine_name
 from phalanx.planning.search.alternatives import neighbours, other_formats
 from phalanx.planning.search.candidate import Alternative, Candidate, SearchResult
@@ -262,7 +262,7 @@ def _trained_here(request: PlanRequest, machine: Machine, planned: PlannedRun, r
     fastest, curve = process(result.best), tuple(map(process, result.curve))
     runners_up = tuple(map(process, result.runners_up))
     alternatives = _alternatives(run, devices, best, process)
-    if _choices(best) == _choices(fastest):
+    if run_file_tables(best) == run_file_tables(fastest):
         best = fastest
     else:
         alternatives = Alternative(candidate=fastest, name=fastest.name, reason=_not_taken(best, fastest)), *alternatives
@@ -271,10 +271,6 @@ def _trained_here(request: PlanRequest, machine: Machine, planned: PlannedRun, r
             runners_up = (fastest, *others)[: request.top]
     full = replace(result, best=best, runners_up=runners_up, curve=curve, alternatives=alternatives)
     return report_of(run, devices, full)
-
-
-def _choices(candidate: Candidate) -> tuple[object, ...]:
-    return candidate.layout, candidate.micro_batch, candidate.recompute, candidate.recompute_every, candidate.offload
 
 
 def _not_taken(best: Candidate, fastest: Candidate) -> str:

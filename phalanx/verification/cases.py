@@ -246,8 +246,7 @@ def _optimizer(run: Run, notes: list[str]) -> Optimizer:
         f"The learning rate is {_LEARNING_RATE:g} from the first step on. optimizer.eps is {eps:g} instead of {given.eps:g}: "
         "with less, Adam turns rounding errors of tiny gradients into steps."
     )
-    changed = replace(given, eps=eps, learning_rate=_LEARNING_RATE, warmup_steps=0)
-    return replace(changed, schedule="constant", decay_steps=None)
+    return replace(given, eps=eps, learning_rate=_LEARNING_RATE, warmup_steps=0, schedule="constant", decay_steps=None)
 
 
 _DENSE = ModelSpec(dim=48, layers=5, heads=6, kv_heads=2, ffn=43, vocab=257, context=96, init_std=0.1)
@@ -312,18 +311,15 @@ def _draw(base: Run, kind: str, ranks: int, dice: random.Random, pipelines: int)
         sequence=degrees["tensor"] > 1 and dice.random() < 0.5,
         context_method=dice.choice(["ring", "gather", "ulysses"]) if degrees["context"] > 1 else "ring",
         schedule=get_args(Schedule)[pipelines % len(get_args(Schedule))] if degrees["pipeline"] > 1 else "1f1b",
-        **(_expert_degrees(ranks // degrees["pipeline"], dice) if model.moe else {}),
     )
+    if model.moe:
+        expert, slices, _ = dice.choice(list(_factored(ranks // layout.pipeline, 3)))
+        layout = replace(layout, expert=expert, expert_tensor=slices)
     memory = Memory(recompute=dice.choice(["none", "none", "full", "selective"]), loss_chunk=dice.choice([None, None, 7, 64]))
     if memory.recompute != "none":
         memory = replace(memory, recompute_every=dice.choice([1, 2]))
     micro_batch = dice.choice([1, 2])
     return replace(base, model=model, layout=layout, memory=memory, train=replace(base.train, micro_batch=micro_batch))
-
-
-def _expert_degrees(ranks: int, dice: random.Random) -> dict[str, Any]:
-    expert, tensor, _ = dice.choice(list(_factored(ranks, 3)))
-    return {"expert": expert, "expert_tensor": tensor}
 
 
 def _factored(number: int, parts: int) -> Iterator[tuple[int, ...]]:

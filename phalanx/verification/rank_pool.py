@@ -50,17 +50,6 @@ class RankFailed(Exception):
         return f"{'one process' if self.rank is None else f'rank {self.rank}'}: {self.error}"
 
 
-@dataclass(frozen=True, slots=True)
-class Task:
-    """The work of one rank: `function(mesh, *args)`."""
-
-    place: Place
-    layout: Layout | None
-    function: Callable[..., Any]
-    args: tuple[Any, ...]
-    timeout: float
-
-
 @dataclass(slots=True)
 class _Raised:
     error: str
@@ -105,13 +94,13 @@ class RankPool:
             Place(rank=rank, ranks=layout.ranks, local_rank=rank, store=self._address, generation=self._generation)
             for rank in range(layout.ranks)
         ]
-        return self._execute([Task(place, layout, function, args, self.timeout) for place in places])
+        return self._execute(places, layout, function, args)
 
     def alone(self, function: Callable[..., Any], *args: Any) -> Any:
         """Calls `function(mesh, *args)` in a single-process mesh. Raises RankFailed with rank None."""
         self._start()
         try:
-            return self._execute([Task(Place(), None, function, args, self.timeout)])[0]
+            return self._execute([Place()], None, function, args)[0]
         except RankFailed as failed:
             raise RankFailed(None, failed.error, failed.trace) from None
 
@@ -147,12 +136,14 @@ class RankPool:
             worker.pipe.close()
         self._workers, self._store = [], None
 
-    def _execute(self, tasks: list[Task]) -> list[Any]:
-        workers = self._workers[: len(tasks)]
+    def _execute(
+        self, places: list[Place], layout: Layout | None, function: Callable[..., Any], args: tuple[Any, ...]
+    ) -> list[Any]:
+        workers = self._workers[: len(places)]
         try:
-            for worker, task in zip(workers, tasks, strict=True):
+            for worker, place in zip(workers, places, strict=True):
                 try:
-                    worker.pipe.send_bytes(pickle.dumps(task))
+                    worker.pipe.send_bytes(pickle.dumps((place, self.timeout, layout, function, args)))
                 except OSError:
                     raise RankFailed(worker.rank, _death(worker), _last_lines(worker.log)) from None
             return self._collect(workers)
@@ -218,10 +209,10 @@ def _serve(pipe: Connection, log: Path) -> NoReturn:
     faulthandler.register(signal.SIGUSR1, file=sys.stderr)
     torch.set_num_threads(1)
     while True:
-        task: Task = pickle.loads(pipe.recv_bytes())
+        place, timeout, layout, function, args = pickle.loads(pipe.recv_bytes())
         try:
-            mesh = connect(task.place, "cpu", task.timeout, task.layout)
-            result = pickle.dumps(task.function(mesh, *task.args))
+            mesh = connect(place, "cpu", timeout, layout)
+            result = pickle.dumps(function(mesh, *args))
             disconnect(mesh)
         except BaseException as error:
             lines = traceback.format_exc().strip().splitlines()

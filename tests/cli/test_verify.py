@@ -63,7 +63,7 @@ def test_verify_command_passes(run_file: Path) -> None:
     assert [check["name"] for check in table["checks"]][-1] == "parameters"
     assert all(check["largest"] <= check["accepted"] for check in table["checks"])
     shown = "\n".join(lines)
-    for words in ("tensor 2: 2 CPU ranks against one process", "optimizer.eps", "gradients", "1e-04", "all-reduce", "passed"):
+    for words in ("TP2: 2 CPU ranks against one process", "optimizer.eps", "gradients", "1e-04", "all-reduce", "passed"):
         assert words in shown
     assert table["accounts"][1]["sent"]["tensor"]["all-reduce"] > 0
 

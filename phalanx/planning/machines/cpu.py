@@ -138,6 +138,5 @@ def resident(run: Run, plan: Plan, memory: dict[str, float], machine: Machine) -
 def _copied(run: Run, plan: Plan, machine: Machine) -> bool:
     if run.checkpoint.memory_every is not None:
         return True
-    if 2 * 12 * plan.parameters > _MODEST * machine.memory:
-        return False
-    return run.resilience.restarts > 0 and not replicated_elsewhere(plan.layout, (0,) * plan.ranks)
+    modest = 2 * 12 * plan.parameters <= _MODEST * machine.memory
+    return modest and run.resilience.restarts > 0 and not replicated_elsewhere(plan.layout, (0,) * plan.ranks)

@@ -18,9 +18,17 @@ from phalanx.spec.run import Run
 
 _HOST_PART = 0.8
 """Fraction of a host link's nominal bandwidth that copies reach: 12.6 of 15.75 GB/s on PCIe 3, 25 of 31.5 on PCIe 4."""
-_UNKNOWN = {"fp32": 15e12, "bf16": 100e12, "fp16": 100e12}
-"""Peaks of a GPU that the catalogue does not have."""
-_UNKNOWN_BANDWIDTH = 8e11
+_UNKNOWN = GpuEntry(
+    key="",
+    match="(?!)",
+    peaks={"fp32": 15e12, "bf16": 100e12, "fp16": 100e12},
+    memory=0.0,
+    bandwidth=8e11,
+    source="not in the catalogue",
+    family="unknown",
+    node="pcie4-box",
+)
+"""A GPU that the catalogue does not have, before the driver names it."""
 
 
 def planned(run: Run) -> bool:
@@ -138,7 +146,7 @@ def _build(gpu: GpuEntry, gpus: int, node: Mapping[str, Any], network: str, aske
 def _this_machine(machine: Machine) -> Hardware:
     """The GPUs that the driver lists, with the memory that it reports and the usual links of such a GPU."""
     first = machine.gpus[0].name
-    gpu = find_gpu(first) or _unknown(first)
+    gpu = find_gpu(first) or replace(_UNKNOWN, key=first, name=first)
     node = entry("nodes", gpu.node, "node")
     gpu = replace(gpu, memory=float(min(card.memory for card in machine.gpus)))
     built = _build(gpu, len(machine.gpus), node, node["network"], "network")
@@ -154,20 +162,6 @@ def _this_machine(machine: Machine) -> Hardware:
         price=None,  # it is there already
         failures=None,
         assumed=tuple(assumed),
-    )
-
-
-def _unknown(name: str) -> GpuEntry:
-    return GpuEntry(
-        key=name,
-        match="(?!)",
-        peaks=_UNKNOWN,
-        memory=0.0,
-        bandwidth=_UNKNOWN_BANDWIDTH,
-        source="not in the catalogue",
-        name=name,
-        family="unknown",
-        node="pcie4-box",
     )
 
 

@@ -115,9 +115,6 @@ class Rates:
     """Factor on the logarithmic uncertainty for devices with few published steps."""
 
 
-PAIRED = 0.75
-"""`paired` of programs that overlap the two, as DeepSeek's does. No published row measures it; it is set by DeepSeek-V3's
-published hours."""
 OWN = {"h100": {"attention": 0.6}}
 """What this program reaches by family where it was measured: attention by cuDNN on an H200 (`phalanx bench`: 0.56 to 0.63
 with 4,096 to 16,384 tokens). Published steps use many kernels, including older ones."""

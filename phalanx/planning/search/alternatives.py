@@ -233,7 +233,6 @@ def _size(value: float) -> str:
 
 
 def _extra_savings(candidate: Candidate, best: Candidate) -> str:
-    """The memory savings that the best candidate does not use."""
     savings = []
     if candidate.recompute != "none" and (candidate.recompute, candidate.recompute_every) != (
         best.recompute,
@@ -247,14 +246,12 @@ def _extra_savings(candidate: Candidate, best: Candidate) -> str:
 
 
 def _largest_saving(candidate: Candidate, best: Candidate) -> str:
-    """The part of the step that a faster candidate saves most."""
     less = {part: best.split[part] - candidate.split[part] for part in candidate.split}
     part = max(less, key=lambda name: less[name])
     return f"-{less[part] / best.seconds:.0%} for {PART_LABELS[part]}"
 
 
 def _largest_growth(candidate: Candidate, best: Candidate) -> str:
-    """The part of the step that has grown most."""
     more = {part: candidate.split[part] - best.split[part] for part in candidate.split}
     sent = sum(candidate.split[part] for part in _COMMUNICATION), sum(best.split[part] for part in _COMMUNICATION)
     part = max(more, key=lambda name: more[name])

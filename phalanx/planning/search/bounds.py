@@ -321,16 +321,14 @@ def first_fitting_level(space: Space, rows: Columns, known: dict[int, Floats], c
 
 def find_fitting_level(space: Space, rows: Columns, capacity: float) -> Ints:
     """The same, computing the bytes on the way: rows that do not fit at the last level are not judged further."""
-    levels, count = len(space.levels), len(rows["pipeline"])
+    last, count = len(space.levels) - 1, len(rows["pipeline"])
     if count <= _FEW:
-        return first_fitting_level(space, rows, least_bytes(space, rows, list(range(levels))), capacity)
-    level, ways = np.full(count, -1), _ways(space, rows)
-    for tried in (levels - 1, *range(levels - 1)):
-        open_ = np.flatnonzero(level == (-1 if tried == levels - 1 else levels - 1))
-        for way in ways:
-            (need,) = _bytes(space, pick(rows, open_), [(tried, {name: column[open_] for name, column in way.items()})])
-            level[open_[need <= capacity]] = tried
-            open_ = open_[need > capacity]
+        return first_fitting_level(space, rows, least_bytes(space, rows, list(range(last + 1))), capacity)
+    level = np.full(count, -1)
+    for tried in (last, *range(last)):
+        open_ = np.flatnonzero(level == (-1 if tried == last else last))
+        need = least_bytes(space, pick(rows, open_), [tried])[tried]
+        level[open_[need <= capacity]] = tried
     return np.where(level == selective_level(space), 0, level)
 
 

@@ -92,17 +92,12 @@ class Candidate:
     def ranges(self) -> dict[str, tuple[float, float]]:
         """P10 and P90 of everything that follows from the step's time, by field name."""
         low, high = self.low / self.seconds, self.high / self.seconds
-        grow = {
-            "seconds": self.seconds,
-            "days": self.days,
-            "expected_days": self.expected_days,
-            "gpu_hours": self.gpu_hours,
-            "price": self.price,
-            "energy": self.energy,
-        }
-        shrink = {"tokens_per_second": self.tokens_per_second, "mfu": self.mfu}
-        ranges = {name: (value * low, value * high) for name, value in grow.items() if value is not None}
-        return ranges | {name: (value / high, value / low) for name, value in shrink.items() if value is not None}
+        ranges: dict[str, tuple[float, float]] = {}
+        for name in ("seconds", "days", "expected_days", "gpu_hours", "price", "energy", "tokens_per_second", "mfu"):
+            if (value := getattr(self, name)) is not None:
+                shrinks = name in ("tokens_per_second", "mfu")
+                ranges[name] = (value / high, value / low) if shrinks else (value * low, value * high)
+        return ranges
 
     def with_savings(self, memory: Memory) -> Memory:
         """The run file's [memory] with this candidate's recomputation and offload."""

@@ -15,10 +15,12 @@ import numpy.typing as npt
 from phalanx.planning.cost.job_table import METHODS, OFFLOAD, RECOMPUTE, SCHEDULES, JobTable, machine_columns, model_columns
 from phalanx.planning.machines.cluster import Hardware
 from phalanx.spec.check_layout import leaves_empty_part
+from phalanx.spec.errors import divisors as divisors_of
 from phalanx.spec.layout import FIXED_STAGES, Layout, Schedule, default_stages
 from phalanx.spec.run import Memory, Run
 
 Columns = dict[str, npt.NDArray[np.int64]]
+divisors = cache(divisors_of)
 
 _DEFAULT, _MEMORY = Layout(), Memory()
 _HOPPER = ("h", "b", "gb")
@@ -371,13 +373,6 @@ def columns_of(names: Sequence[str], rows: Sequence[tuple[int, ...]]) -> Columns
     """Columns from rows."""
     table = np.array(rows, dtype=np.int64).reshape(len(rows), len(names))
     return {name: np.ascontiguousarray(table[:, place]) for place, name in enumerate(names)}
-
-
-@cache
-def divisors(number: int) -> list[int]:
-    """All divisors, ascending."""
-    small = [size for size in range(1, int(number**0.5) + 1) if number % size == 0]
-    return sorted({*small, *(number // size for size in small)})
 
 
 def largest_divisor(number: int, most: int) -> int:
