@@ -91,8 +91,9 @@ def _feed_forward(spec: ModelSpec, index: int) -> nn.Module:
 
 
 def _embedding(rows: int, dim: int) -> nn.Embedding:
-    """Equals `nn.Embedding(rows, dim)`, whose constructor imports `torch._dynamo` on the meta device: seconds in every rank."""
-    return nn.Embedding.from_pretrained(torch.randn(rows, dim), freeze=False)
+    """Equals `nn.Embedding(rows, dim)`, whose random numbers import `torch._dynamo` on the meta device: seconds in every rank."""
+    weight = torch.empty(rows, dim)
+    return nn.Embedding.from_pretrained(weight if weight.is_meta else weight.normal_(), freeze=False)
 
 
 class Project(Protocol):

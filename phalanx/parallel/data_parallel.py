@@ -384,7 +384,11 @@ def _to_fp32(module: nn.Module, args: Any, output: Tensor) -> Tensor:
 def allocate(parts: Sequence[nn.Module], recipe: Recipe, device: torch.device) -> None:
     """Allocate parameters and buffers and initialize the buffers; the owners initialize the parameters."""
     for part in parts:
-        part.to_empty(device=device)
+        if any(type(tensor.data) is not Tensor for tensor in (*part.parameters(), *part.buffers())):  # DTensors of FSDP2
+            part.to_empty(device=device)
+        else:
+            # The same for plain tensors, but `to_empty` imports sympy, which takes half a second.
+            part._apply(lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device))
     for part in parts:  # not before: stages may share a module
         recipe.reset_buffers(part)
 

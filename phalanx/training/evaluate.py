@@ -23,10 +23,6 @@ from phalanx.training.step import Stepper
 from phalanx.training.step_totals import StopSignal
 
 
-class _Stopped(Exception):
-    """A rank was asked to stop before the evaluation was complete; all ranks have left it."""
-
-
 def evaluate(
     sources: Mapping[str, Samples], stepper: Stepper, feed: BatchFeed, step: int, stop_signal: StopSignal
 ) -> Evaluated | None:
@@ -37,11 +33,13 @@ def evaluate(
     started = time.perf_counter()
     mesh = stepper.sharded.mesh
     exchange = _StopExchange(mesh, stop_signal)
-    try:
-        with stepper.evaluating():
-            rows = [_loss_and_tokens(samples, stepper, feed, exchange) for samples in sources.values()]
-    except _Stopped:
-        return None
+    rows = []
+    with stepper.evaluating():
+        for samples in sources.values():
+            row = _loss_and_tokens(samples, stepper, feed, exchange)
+            if row is None:
+                return None
+            rows.append(row)
     exchange.wait()
     totals = mesh.all_reduce(torch.stack(rows))
     overall = _metrics(*totals.sum(0).tolist())
@@ -69,23 +67,25 @@ class _StopExchange:
             self._work = None
         return int(self._request.item())
 
-    def exchange(self) -> None:
-        """Raises `_Stopped`, on all ranks at the same time."""
+    def stops(self) -> bool:
+        """Whether a rank was asked to stop: true on all ranks at the same time."""
         if request := self.wait():
             self._stop_signal.agree(request)
-            raise _Stopped
+            return True
         self._request = torch.full((1,), float(self._stop_signal.requested()))
         self._work = self._mesh.start_all_reduce(self._request, dist.ReduceOp.MAX)
+        return False
 
 
-def _loss_and_tokens(samples: Samples, stepper: Stepper, feed: BatchFeed, exchange: _StopExchange) -> Tensor:
-    """This rank's sums of loss and target tokens of one source."""
+def _loss_and_tokens(samples: Samples, stepper: Stepper, feed: BatchFeed, exchange: _StopExchange) -> Tensor | None:
+    """This rank's sums of loss and target tokens of one source; None if a rank was asked to stop."""
     mesh, micro_batch = stepper.sharded.mesh, feed.plan.micro_batch
     count = min(feed.run.train.eval_sequences, samples.count)
     sums = torch.zeros(2, dtype=torch.float64, device=mesh.device)
     # Replicas take whole micro-batches in turn: the numbers added are the same for any number of replicas.
     for first in range(0, count, micro_batch * mesh.layout.replicas):
-        exchange.exchange()
+        if exchange.stops():
+            return None
         begin = first + mesh.replica * micro_batch
         own = np.arange(begin, min(begin + micro_batch, count))
         # All ranks run the same number of forwards, which may wait for each other; a rank without a sequence repeats another's.

@@ -13,7 +13,7 @@ from torch import Tensor
 from phalanx.events.records import Step, StepSkipped
 from phalanx.spec.plan import Plan
 from phalanx.spec.run import Run
-from phalanx.training.step_totals import Outcome
+from phalanx.training.step_totals import GOOD, SPIKE, Outcome
 from phalanx.transforms.precision import LossScale
 
 _MIN_STEPS = 20
@@ -89,8 +89,9 @@ class Progress:
     left_out: list[list[int]] = field(default_factory=list)
     """One entry per rollback: the first sample skipped, the first sample after them, and the step restored."""
 
-    def advance(self, batch: int, good: bool, scale: LossScale, spike: bool = False) -> None:
+    def advance(self, batch: int, verdict: int, scale: LossScale) -> None:
         """Counts a step that was taken, or skipped if it was not good."""
+        good, spike = verdict == GOOD, verdict == SPIKE
         self.step += 1
         self.samples += batch
         self.loss_scale = scale.state()
@@ -100,7 +101,7 @@ class Progress:
 
     def take(self, outcome: Outcome, run: Run, scale: LossScale) -> None:
         """Counts a step with this outcome."""
-        self.advance(run.batch, outcome.good, scale, outcome.spike)
+        self.advance(run.batch, outcome.verdict, scale)
         if outcome.good and run.resilience.spike is not None:
             stats = self._stats
             stats.add(outcome.loss, outcome.grad_norm)
@@ -134,7 +135,7 @@ def step_record(progress: Progress, outcome: Outcome, rate: float, seconds: floa
             loss=outcome.loss,
             grad_norm=outcome.grad_norm,
             in_a_row=progress.skipped_in_a_row,
-            reason="spike" if outcome.spike else "not finite",
+            reason="spike" if outcome.verdict == SPIKE else "not finite",
         )
     speed = run.batch_tokens / seconds
     flops = speed * plan.flops_per_token

@@ -124,15 +124,14 @@ class Stepper:
                 self.pending = pending
             norm, pending.divisor = self._norm_and_divisor(totals)
             loss = totals.loss / totals.tokens.clamp(min=1)
-            finite, spike = self._judge(loss, norm)
+            verdict = self._judge(loss, norm)
             if not totals.stopped:
-                context.finite = finite
-                pending.verdict = torch.where(finite, torch.where(spike, SPIKE, GOOD), NOT_FINITE).float()
+                context.finite, pending.verdict = verdict != NOT_FINITE, verdict
                 with span("other"):
                     self._before_update(context)
                 self._apply(pending, optimizer)
             self.own_loss = totals.own_loss
-            return self._outcome(totals, loss, norm, (finite, spike))
+            return self._outcome(totals, loss, norm, verdict)
 
     def accumulate(self, batches: Sequence[MicroBatch], stop_request: StopRequest) -> StepTotals:
         """Gradients of the global batch, summed over micro-batches and ranks and divided by its capacity in tokens."""
@@ -223,13 +222,13 @@ class Stepper:
         clip = (norm / self._clip).clamp(min=1.0)
         return norm, tokens / self._capacity * self.scale.value * clip
 
-    def _judge(self, loss: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
-        """Whether the step is finite and whether it is a spike: on the device, the same on all ranks."""
+    def _judge(self, loss: Tensor, norm: Tensor) -> Tensor:
+        """GOOD, NOT_FINITE or SPIKE: on the device, the same on all ranks."""
         finite = self.agree(torch.isfinite(loss) & torch.isfinite(norm))
-        if self.limits == NO_LIMITS:
-            return finite, torch.zeros_like(finite)
-        exceeded = self.limits.exceeded(loss, None if self.sharded.is_local_sgd else norm)
-        return finite, ~self.agree(~exceeded)
+        within = torch.ones_like(finite)
+        if self.limits != NO_LIMITS:
+            within = self.agree(~self.limits.exceeded(loss, None if self.sharded.is_local_sgd else norm))
+        return torch.where(finite, torch.where(within, GOOD, SPIKE), NOT_FINITE).float()
 
     def agree(self, good: Tensor) -> Tensor:
         """True on all ranks if it is true on all ranks.
@@ -271,23 +270,20 @@ class Stepper:
         self.hooks.after_update(self.number)
         self.pending, self.applied, self.update_incomplete = None, pending, False
 
-    def _outcome(self, totals: StepTotals, loss: Tensor, norm: Tensor, verdicts: tuple[Tensor, Tensor]) -> Outcome:
-        """Reads the results of the step from the device; `verdicts`: finite, spike."""
+    def _outcome(self, totals: StepTotals, loss: Tensor, norm: Tensor, verdict: Tensor) -> Outcome:
+        """Reads the results of the step from the device."""
         recent = self._loads.split(torch.stack(tuple(self._recent_loads)).sum(0)) if self._recent_loads else {}
         load = [imbalance(recent.values())] if recent else []
-        judged = (verdict.double() for verdict in verdicts)
-        values = torch.stack((loss, totals.tokens, totals.digest, norm.double(), *judged, *load)).tolist()
-        finite, spike = values[4:6]
+        values = torch.stack((loss, totals.tokens, totals.digest, norm.double(), verdict.double(), *load)).tolist()
         return Outcome(
             loss=values[0],
             tokens=int(values[1]),
             digest=f"{int(values[2]):x}",
             grad_norm=values[3],
-            good=bool(finite) and not spike,
+            verdict=int(values[4]),
             stopped=totals.stopped,
             memory=totals.memory,
-            expert_load=values[6] if load else None,
-            spike=bool(finite) and bool(spike),
+            expert_load=values[5] if load else None,
         )
 
     def repeat(self, batches: Sequence[MicroBatch]) -> None:

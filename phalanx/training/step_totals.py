@@ -30,8 +30,8 @@ class Outcome:
     digest: str
     """Checksum of the batch: of the samples' indices and token ids."""
     grad_norm: float
-    good: bool
-    """The update was applied: loss and gradient are finite and no spike."""
+    verdict: int
+    """GOOD, NOT_FINITE or SPIKE."""
     stopped: int
     """PAUSE or STOP if some rank was asked to end before the step was complete. Then nothing has changed, and the step will be taken
     again; else 0."""
@@ -39,13 +39,11 @@ class Outcome:
     """Largest memory of any rank, in bytes."""
     expert_load: float | None = None
     """Load of the fullest expert divided by the mean, in the worst layer; None without experts."""
-    spike: bool = False
-    """The step was skipped because loss or gradient norm exceeded the limits."""
 
     @property
-    def not_finite(self) -> bool:
-        """The step was skipped because loss or gradient is not finite."""
-        return not (self.good or self.spike or self.stopped)
+    def good(self) -> bool:
+        """The update was applied: loss and gradient are finite and no spike."""
+        return self.verdict == GOOD
 
 
 class StepTotals:

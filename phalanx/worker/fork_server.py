@@ -37,8 +37,8 @@ def main() -> None:
     rundir = RunDir(Path(directory))
     run = load(rundir.run_file)
     # What every rank would import otherwise when it builds the model and takes its first step, if the run needs it: each takes a second.
-    import torch.fx.experimental.symbolic_shapes
-
+    if run.model.module is not None:
+        import torch.fx.experimental.symbolic_shapes
     fully_sharded = run.layout.shard > 1 and run.layout.zero == 3
     if fully_sharded or run.layout.pipeline > 1:
         import torch.distributed.fsdp

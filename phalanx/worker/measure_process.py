@@ -45,7 +45,8 @@ def measure(run: Run) -> dict[str, Any]:
     if run.model.module is not None:
         try_forward(run, model)
     elif run.model.from_ is not None:
-        match_folder(origin_folder(run.model.from_))
+        folder = origin_folder(run.model.from_)
+        hf_mapping.match(WeightsFolder(folder), hf_config.model_spec(folder))  # every tensor in the right shape, by the headers
     parameters = sum(p.numel() for p in model.parameters())
     looked_up = {id(m.weight): m.weight for m in model.modules() if isinstance(m, nn.Embedding)}
     multiplied = sum(p.numel() for p in model.parameters() if p.ndim >= 2 and id(p) not in looked_up)
@@ -55,17 +56,13 @@ def measure(run: Run) -> dict[str, Any]:
     return {"parameters": parameters, "active": parameters, "flops_per_token": 6.0 * multiplied}
 
 
-def match_folder(folder: Path) -> None:
-    """Check that a Hugging Face folder has every tensor of its model in the right shape. Reads only the headers."""
-    hf_mapping.match(WeightsFolder(folder), hf_config.model_spec(folder))
-
-
 def try_forward(run: Run, model: nn.Module) -> None:
     """Run one forward pass as training will call it, on the device it will train on, so that errors appear before the run starts."""
     if sum(p.numel() for p in model.parameters()) > _MAX_TRIED:
         return
     device = accelerator.default().device() if run.cluster.device != "cpu" else torch.device("cpu")
-    tokens_BS, places_BS, documents_BS = _example(run, device)
+    places_BS = torch.arange(run.train.sequence_length, device=device).repeat(min(2, run.batch), 1)
+    tokens_BS, documents_BS = places_BS % run.model.rows, torch.zeros_like(places_BS) if run.data.document_mask else None
     compute = run.precision.compute or accelerator.of(device).compute
     named = f"model.module = {run.model.module!r}: its forward"
     try:
@@ -89,12 +86,6 @@ def try_forward(run: Run, model: nn.Module) -> None:
         raise RunError(f"{named} gives a tensor of shape {list(logits.shape)}, {expected}")
     if not logits.requires_grad:
         raise RunError(f"{named} gives logits that depend on no parameter, so there is nothing to train.")
-
-
-def _example(run: Run, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Tokens, positions and documents in the shapes of training."""
-    places_BS = torch.arange(run.train.sequence_length, device=device).repeat(min(2, run.batch), 1)
-    return places_BS % run.model.rows, places_BS, torch.zeros_like(places_BS) if run.data.document_mask else None
 
 
 def _place(error: BaseException | None) -> str:

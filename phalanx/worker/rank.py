@@ -39,7 +39,6 @@ from phalanx.spec.run import Run
 from phalanx.training.hooks.rank_faults import RankFaults
 from phalanx.training.hooks.replica_check import Corruption
 from phalanx.training.sinks import sinks
-from phalanx.training.step_totals import SPIKE
 from phalanx.training.trainer import Trainer
 from phalanx.worker.control_thread import ControlThread
 from phalanx.worker.hang_report import hang_report, register_stack_dump
@@ -179,8 +178,8 @@ class Rank(RankProgram):
                 control.report(
                     protocol.ReplicasDiffer(
                         generation=generation,
-                        culprits=list(error.guilty),
-                        what=error.what,
+                        culprits=list(error.verdict.guilty),
+                        what=error.verdict.what,
                         agreed=error.last_agreed,
                         reason=str(error),
                     )
@@ -348,7 +347,7 @@ def survivor_state(trainer: Trainer | None, generation: int = -1) -> protocol.Su
 def roll_forward(trainer: Trainer, divisor: float, bad: float) -> None:
     """Apply the step that other ranks have applied and this rank had prepared."""
     trainer.stepper.roll_forward(trainer.optimizer, divisor, bad)
-    trainer.progress.advance(trainer.run.batch, not bad, trainer.stepper.scale, bad == SPIKE)
+    trainer.progress.advance(trainer.run.batch, int(bad), trainer.stepper.scale)
 
 
 def hand_off(trainer: Trainer, contributors: list[int]) -> bool:

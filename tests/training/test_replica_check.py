@@ -161,10 +161,10 @@ def test_corruption_on_one_of_three_ranks_is_named_and_no_rank_applies_the_step(
     results = run_ranks(struck, 3, tmp_path, what, rank, step, *overrides)
     for told, error in results:
         assert error is not None and isinstance(error, RunFailed)
-        assert (error.step, error.guilty, error.suspects) == (found, (rank,), ())
+        assert (error.step, error.verdict.guilty, error.verdict.suspects) == (found, (rank,), ())
         assert error.last_agreed == (found - 1 if what == "gradients" and step == found else 3 if found == 8 else 0)
         corrupted = [event for event in told if isinstance(event, Corrupted)]
-        assert [(event.step, event.rank, event.what) for event in corrupted] == [(found, rank, error.what)]
+        assert [(event.step, event.rank, event.what) for event in corrupted] == [(found, rank, error.verdict.what)]
         assert "blocks.1.mlp.up.weight" in corrupted[0].message and f"rank {rank} has the wrong ones" in corrupted[0].message
     if step == found:
         assert results[0][1].what == what
@@ -192,17 +192,22 @@ def test_corruption_on_one_of_two_ranks_is_named(
     monkeypatch.setattr(replica_check, "_MAX_SHARE", 1.0)  # however busy this machine is
     rank = layout.ranks - 1
     for _, error in run_ranks(struck, layout.ranks, tmp_path, what, rank, step, *overrides, layout=layout):
-        assert error is not None and (error.what, error.guilty, error.step) == (what, (rank,), 4)
+        assert error is not None and (error.verdict.what, error.verdict.guilty, error.step) == (what, (rank,), 4)
 
 
 def test_corruption_that_cannot_be_attributed_makes_both_ranks_suspects(tmp_path: Path) -> None:
     """A wrong gradient that was applied shows later as other weights, which nobody has changed at rest."""
     for _, error in run_ranks(struck, 2, tmp_path, "gradients", 1, 2):
         assert error is not None
-        assert (error.what, error.guilty, error.suspects, error.last_agreed) == ("weights", (), (0, 1), 0)
+        assert (error.verdict.what, error.verdict.guilty, error.verdict.suspects, error.last_agreed) == (
+            "weights",
+            (),
+            (0, 1),
+            0,
+        )
         assert [event.rank for event in error.events] == [None]
         again = pickle.loads(pickle.dumps(error))
-        assert (str(again), again.suspects, again.last_agreed) == (str(error), (0, 1), 0)
+        assert (str(again), again.verdict.suspects, again.last_agreed) == (str(error), (0, 1), 0)
 
 
 def undisturbed(mesh: Mesh, directory: Path, *overrides: str) -> int | None:

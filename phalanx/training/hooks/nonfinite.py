@@ -26,7 +26,7 @@ from phalanx.optim.optimizer import Optimizer
 from phalanx.training.hooks import StepContext, StepHook
 from phalanx.training.micro_batch import MicroBatch
 from phalanx.training.step import Stepper
-from phalanx.training.step_totals import Outcome
+from phalanx.training.step_totals import NOT_FINITE, Outcome
 
 
 class NonFiniteRetry(StepHook):
@@ -39,7 +39,7 @@ class NonFiniteRetry(StepHook):
 
     def on_outcome(self, outcome: Outcome, batches: Sequence[MicroBatch], retry: Callable[[], Outcome]) -> Outcome:
         # A loss scale above 1 is lowered after a step that is not finite: that is no fault.
-        if not outcome.not_finite or self._skipped_in_a_row() or self._stepper.scale.value > 1:
+        if outcome.stopped or outcome.verdict != NOT_FINITE or self._skipped_in_a_row() or self._stepper.scale.value > 1:
             return outcome
         event = trace(self._stepper, self._optimizer, batches)
         self._stepper.begin(self._stepper.number, self._stepper.seed)
@@ -122,8 +122,7 @@ class Probe(StepHook):
         self._handles.clear()
 
     def on_loss(self, loss: Tensor) -> None:
-        number = len(self._parts) - 1
-        self._look(loss, number, self._micro_batches[number], backward=False, layer="the loss")
+        self._look(len(self._parts) - 1, None, False, ["the loss"], loss)
 
     def _before_hooks(self, number: int, name: str, module: nn.Module, given: Any) -> None:
         if not name:
@@ -135,11 +134,11 @@ class Probe(StepHook):
         for parameter in module.parameters(recurse=False):
             if parameter.requires_grad and id(parameter) not in self._parameters:
                 self._parameters.add(id(parameter))
-                self._handles.append(parameter.register_hook(partial(self._on_weight_gradient, number, name)))
+                self._handles.append(parameter.register_hook(partial(self._look, number, None, True, [name])))
 
     def _on_output(self, number: int, name: str, module: nn.Module, given: Any, output: Any) -> None:
         for tensor in _floats(output):
-            self._look(tensor, number, self._micro_batches[number], backward=False, layer=name or "the model's end")
+            self._look(number, None, False, [name or "the model's end"], tensor)
         if not name:
             reader = "the loss" if getattr(module, "is_last_stage", True) else "a later stage"
             self._watch_gradients(output, number, reader)
@@ -151,16 +150,12 @@ class Probe(StepHook):
                 self._readers[tensor].append(reader)
             elif tensor.requires_grad:
                 self._readers[tensor] = [reader]
-                tensor.register_hook(partial(self._on_gradient, number, self._micro_batches[number], self._readers[tensor]))
-
-    def _on_gradient(self, number: int, micro_batch: int, readers: list[str], gradient: Tensor) -> None:
-        self._look(gradient, number, micro_batch, backward=True, layer=common_module(readers))
-
-    def _on_weight_gradient(self, number: int, name: str, gradient: Tensor) -> None:
-        self._look(gradient, number, self._micro_batches[number], backward=True, layer=name)
+                tensor.register_hook(partial(self._look, number, self._micro_batches[number], True, self._readers[tensor]))
 
     @torch.no_grad()
-    def _look(self, tensor: Tensor, number: int, micro_batch: int, *, backward: bool, layer: str) -> None:
+    def _look(self, number: int, micro_batch: int | None, backward: bool, readers: list[str], tensor: Tensor) -> None:
+        """Looks at an output, or at the gradient of a tensor that these modules read. `micro_batch`: None for the present one."""
+        micro_batch = self._micro_batches[number] if micro_batch is None else micro_batch
         key = (number, micro_batch, backward)
         self._looks[key] = look = self._looks.get(key, 0) + 1
         if self.finding is not None and (micro_batch, backward) >= (self.finding.micro_batch, self.finding.backward):
@@ -169,7 +164,7 @@ class Probe(StepHook):
         if not torch.isfinite(local).all():
             stage = -self._stages[number] if backward else self._stages[number]
             kind = "NaN" if torch.isnan(local).any() else "an infinite number"
-            self.finding = Finding(micro_batch, backward, stage, look, layer, kind)
+            self.finding = Finding(micro_batch, backward, stage, look, common_module(readers), kind)
 
 
 def conclude(step: int, reports: Sequence[Report]) -> NotFinite:

@@ -47,15 +47,13 @@ class Corruption(StepRefused):
 
     def __init__(self, verdict: Verdict, step: int, last_agreed: int | None, names: list[str]):
         """`names`: tensors that differ."""
-        self.step, self.last_agreed, self._args = step, last_agreed, (verdict, step, last_agreed, names)
-        self.what, self.guilty, self.suspects = verdict.what, verdict.guilty, verdict.suspects
-        message = describe(verdict, step, names)
-        super().__init__(message)
-        ranks: tuple[int | None, ...] = self.guilty or (None,)
-        self.events = [Corrupted(step=step, rank=rank, what=self.what, message=message) for rank in ranks]
+        super().__init__(verdict, step, last_agreed, names)  # so that it can be pickled
+        self.verdict, self.step, self.last_agreed, self._message = verdict, step, last_agreed, describe(verdict, step, names)
+        ranks: tuple[int | None, ...] = verdict.guilty or (None,)
+        self.events = [Corrupted(step=step, rank=rank, what=verdict.what, message=self._message) for rank in ranks]
 
-    def __reduce__(self) -> tuple[type[Corruption], tuple[object, ...]]:
-        return Corruption, self._args
+    def __str__(self) -> str:
+        return self._message
 
 
 @dataclass(frozen=True, slots=True)
