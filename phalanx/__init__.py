@@ -15,6 +15,7 @@ Imports are lazy: `import phalanx` is fast, and only functions such as `px.train
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from phalanx._version import __version__
@@ -27,10 +28,6 @@ __all__ = ["__version__", "explain", "load", "loads", "plan", "rehearse", "train
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("load", "loads"):
-        from phalanx.spec import load as module
-    elif name in ("explain", "plan", "rehearse", "train", "trainer", "verify"):
-        from phalanx import api as module  # type: ignore[no-redef]
-    else:
+    if name not in __all__:
         raise AttributeError(f"module 'phalanx' has no attribute {name!r}")
-    return getattr(module, name)
+    return getattr(import_module("phalanx.spec.load" if name in ("load", "loads") else "phalanx.api"), name)

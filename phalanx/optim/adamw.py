@@ -61,8 +61,7 @@ class AdamW(ParamOptimizer):
         self._steps = [torch.zeros((), dtype=torch.float32, device=value.device) for value in values]
         self._moments = [(torch.zeros_like(v, dtype=moments), torch.zeros_like(v, dtype=moments)) for v in values]
         self._converts_moments = moments != torch.float32
-        on_device = any(accelerator.of(value.device).asynchronous for value in values)
-        self._chunk_size = _DEVICE_CHUNK if on_device else _HOST_CHUNK
+        self._chunk_size = _DEVICE_CHUNK if _on_device(params) else _HOST_CHUNK
         self._buffers: dict[str, Tensor] = {}
 
     def step(self, update: Update) -> None:

@@ -1,7 +1,5 @@
-"""Where offloaded master weights and moments are kept: in host memory, or in one scratch file per rank that is read and written in
-chunks. A scratch file means something only to the process that created it: after a crash, the next process fills its own file from the
-checkpoint.
-"""
+"""Where offloaded master weights and moments are kept: in host memory, or in one scratch file per rank, read and written in chunks. A scratch
+file means something only to the process that created it: after a crash, the next one fills its own file from the checkpoint."""
 
 from __future__ import annotations
 
@@ -120,7 +118,16 @@ class ScratchFile:
 def _open(path: Path, size: int) -> int:
     handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
-        _lock(handle)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in (
+                errno.ENOTSUP,
+                errno.ENOSYS,
+                errno.ENOLCK,
+                errno.EINVAL,
+            ):  # network file systems without locks
+                raise
         os.ftruncate(handle, 0)  # drops the states of a process that is gone; the file reads as zeros
         disk = os.fstatvfs(handle)
         if disk.f_bavail * disk.f_frsize < size:  # checked first: a failed reservation leaves others without space for a moment
@@ -132,15 +139,6 @@ def _open(path: Path, size: int) -> int:
         os.close(handle)
         raise
     return handle
-
-
-def _lock(handle: int) -> None:
-    """Locks the file for this process; not every network file system can."""
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno not in (errno.ENOTSUP, errno.ENOSYS, errno.ENOLCK, errno.EINVAL):
-            raise
 
 
 def _remove(handle: int, path: Path, owner: int) -> None:
@@ -263,7 +261,7 @@ class FileStore:
             future.result()
 
     def put_masters(self, number: int, values: list[Tensor]) -> None:
-        chunk, buffer = self.chunks[number], self._free_slot()
+        chunk, buffer = self.chunks[number], self._slot(0)
         _put(chunk, buffer.elements(torch.float32, 0, chunk.size), values)
         self._file.write(buffer.view[: chunk.size * torch.float32.itemsize], self._starts[number])
 
@@ -273,7 +271,7 @@ class FileStore:
     def read(self, number: int, kind: str, run: Run) -> Tensor:
         """Reads a run into memory that the next call reuses."""
         begin, end, inside = self._blocks(number, kind, run)
-        buffer = self._free_slot()
+        buffer = self._slot(0)
         self._file.read(buffer.view[: end - begin], begin)
         elements: Tensor = buffer.elements(self._dtypes[kind], inside, run.length)
         return elements
@@ -303,27 +301,22 @@ class FileStore:
     def _read(self, number: int, before: Future[None] | None) -> Record:
         if before is not None:
             before.result()
-        slot, size = number % len(self._slots), self.chunks[number].size
-        self._wait_for_copy(slot)
-        buffer = self._slots[slot]
+        buffer, size = self._slot(number), self.chunks[number].size
         self._file.read(buffer.view[: size * self._element_bytes], self._starts[number])
         kinds = {kind: buffer.elements(dtype, size * self._offsets[kind], size) for kind, dtype in self._dtypes.items()}
-        record = self._records[slot] = Record(kinds)
+        record = self._records[number % len(self._slots)] = Record(kinds)
         return record
 
     def _write(self, number: int) -> None:
         size = self.chunks[number].size * self._element_bytes
         self._file.write(self._slots[number % len(self._slots)].view[:size], self._starts[number])
 
-    def _free_slot(self) -> Any:
-        """The first slot, between steps."""
-        self._wait_for_copy(0)
-        return self._slots[0]
-
-    def _wait_for_copy(self, slot: int) -> None:
-        record = self._records[slot]
+    def _slot(self, number: int) -> Any:
+        """The memory for a chunk, once its last content is on the device. That of chunk 0 serves single tensors between steps."""
+        record = self._records[number % len(self._slots)]
         if record is not None and record.copied is not None:
             record.copied.synchronize()
+        return self._slots[number % len(self._slots)]
 
     def _blocks(self, number: int, kind: str, run: Run) -> tuple[int, int, int]:
         """Begin and end of the blocks that hold a run, and where the run begins in them, in bytes."""

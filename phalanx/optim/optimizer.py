@@ -1,19 +1,17 @@
 """The optimizer of a rank: AdamW, or another optimizer with AdamW for the parameters it does not update, behind one step that can be
-skipped; the protocol of its implementations, and what they share. `training/step` drives it.
-
-The arithmetic is that of torch.optim. Here states exist from the start, are known by parameter name and are where the run file says;
-clipping, averaging and skipping are part of the step.
+skipped; the protocol of its implementations, and what they share. The arithmetic is that of torch.optim. Here states exist from the start,
+are known by parameter name and are where the run file says; clipping, averaging and skipping are part of the step.
 
 To add an optimizer "lion": write `optim/lion.py` with a class that follows `ParamOptimizer` and a constant `KIND`, and add the name and
-its traits to `spec.run.Optimizer.name` and `spec.run.OPTIMIZERS`.
-"""
+its traits to `spec.run.Optimizer.name` and `spec.run.OPTIMIZERS`."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from importlib import import_module
+from operator import add
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -56,9 +54,7 @@ class StateBytes:
     """Host memory that state passes through between a file and the device."""
 
     def __add__(self, other: StateBytes) -> StateBytes:
-        return StateBytes(
-            self.device + other.device, self.host + other.host, self.files + other.files, self.buffer + other.buffer
-        )
+        return StateBytes(*map(add, astuple(self), astuple(other)))
 
 
 class ParamOptimizer(Protocol):

@@ -1,7 +1,5 @@
-"""Loss on held-out text, with the model as it is placed on the ranks. The trainer calls it between steps.
-
-Ranks exchange stop requests next to every forward, and leave an evaluation together.
-"""
+"""Loss on held-out text, with the model as it is placed on the ranks. They exchange stop requests next to every forward, and leave an
+evaluation together."""
 
 from __future__ import annotations
 

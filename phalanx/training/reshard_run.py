@@ -1,6 +1,5 @@
-"""A checkpoint's run on another layout: parses and checks the layout, computes what each rank would hold, and writes the resharded
-checkpoint. `phalanx checkpoint reshard` and `inspect --layout` call it; `checkpointing/offline_writer` moves the bytes.
-"""
+"""A checkpoint's run on another layout, for `phalanx checkpoint reshard` and `inspect --layout`: parses and checks the layout, computes what
+each rank would hold, and writes the resharded checkpoint."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
-"""A run's progress, what is reported of its steps, and what counts as a loss spike. The trainer keeps the progress; every checkpoint holds
-it, with the statistics of recent steps, so that a resumed run judges alike.
-"""
+"""A run's progress, what is reported of its steps, and what counts as a loss spike. Every checkpoint holds the progress, with the statistics
+of recent steps, so that a resumed run judges alike."""
 
 from __future__ import annotations
 

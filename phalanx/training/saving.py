@@ -53,9 +53,12 @@ class Checkpointer(StepHook):
         self._run, self._plan, self._mesh, self._data, self._reference = run, plan, mesh, data, reference
         self._location: Location = open_location(folder if run.checkpoint.local_first else run.checkpoint.url or folder)
         self._exports = Exports(folder.parent / "hf", enabled=run.checkpoint.export_hf and mesh.rank == 0)
-        uploads = run.checkpoint.local_first and run.checkpoint.url is not None
-        self._uploads = [_Uploads(run, mesh, self._location, self._exports)] if uploads else []
-        self._locations = [self._location, *(uploads.remote for uploads in self._uploads)]
+        # Of checkpoints that are saved in the run directory first.
+        remotes = [open_location(run.checkpoint.url)] if run.checkpoint.local_first and run.checkpoint.url is not None else []
+        self._locations = [self._location, *remotes]
+        self._uploaded: Location | None = None
+        """The newest checkpoint at the URL, if exports needed older ones when it was complete: they are pruned later."""
+        self._uploads = [Uploader(self._location, remote, mesh, self._prune_remote) for remote in remotes]
         self._saver = Saver(self._location, mesh, self._on_saved)
         self._copy_every = run.checkpoint.memory_every or mesh.place.copy_every or 0
         self._copies = [_memory_copies(run, mesh)] if self._copy_every and mesh.place.replica_folder is not None else []
@@ -147,7 +150,10 @@ class Checkpointer(StepHook):
         if self._mesh.rank == 0:
             ended = self._exports.wait()
             for uploads in self._uploads:
-                ended += uploads.finish()
+                ended += uploads.wait()
+            if self._uploaded is not None:
+                with suppress(OSError):  # then the next run prunes
+                    self._prune_remote(self._uploaded)
             if self._newest is not None and self._newest.parent == self._location:
                 self._prune(self._newest)  # checkpoints that exports and uploads needed until now
         broadcast(None)
@@ -162,14 +168,24 @@ class Checkpointer(StepHook):
         """Called on rank 0, in the saver's thread, when a checkpoint is complete."""
         self._newest = checkpoint
         self._exports.on_saved(checkpoint)  # before pruning: exports protect their checkpoints
-        for uploads in self._uploads:
-            uploads.on_saved(checkpoint)
+        self._upload(checkpoint)
         self._prune(checkpoint)
+
+    def _upload(self, checkpoint: Location) -> None:
+        step = directory.step_of(checkpoint)
+        assert step is not None, f"{checkpoint} is named after a step"
+        for uploads in self._uploads:
+            uploads.saved(step)
 
     def _prune(self, newest: Location) -> None:
         protected = self._exports.protected.union(*(uploads.in_use for uploads in self._uploads))
         spec = self._run.checkpoint
         self._exports.on_pruned(directory.prune(self._location, spec.keep_last, newest, spec.keep_every, protected))
+
+    def _prune_remote(self, uploaded: Location) -> None:
+        protected, spec = self._exports.protected, self._run.checkpoint  # an export may read from the URL
+        self._uploaded = uploaded if protected else None
+        directory.prune(self._locations[1], spec.keep_last, uploaded, spec.keep_every, protected)
 
     def restore(
         self, tensors: Tensors, path: Path | Location | None = None, until: int | None = None
@@ -205,9 +221,9 @@ class Checkpointer(StepHook):
             # An in-memory copy is no checkpoint: a state restored from one must still be saved.
             self.step = None if isinstance(chosen, MemoryLocation) else progress.step
             self._newest = chosen if resumes else None
-            if self._mesh.rank == 0 and resumes:
-                for uploads in self._uploads:
-                    uploads.on_restored(chosen)
+            for remote in self._locations[1:] if self._mesh.rank == 0 and resumes else ():
+                if chosen.parent == self._location and directory.MARKER not in (remote / chosen.name).entries():
+                    self._upload(chosen)  # the run that saved it has ended before it was uploaded
             seconds = time.perf_counter() - started
             return progress, [*events, Restored(step=progress.step, path=str(chosen), seconds=seconds)]
 
@@ -268,41 +284,6 @@ def _memory_copies(run: Run, mesh: Mesh) -> MemoryCopies:
     if is_default and on_gpu:
         copies.pace = _DEFAULT_COPY_SHARE
     return copies
-
-
-class _Uploads(Uploader):
-    """Uploads of checkpoints that were saved in the run directory first (`checkpoint.local_first`)."""
-
-    def __init__(self, run: Run, mesh: Mesh, local: Location, exports: Exports):
-        assert run.checkpoint.url is not None
-        self._spec, self._local, self._exports = run.checkpoint, local, exports
-        self._to_prune: Location | None = None
-        self.remote = open_location(run.checkpoint.url)
-        super().__init__(local, self.remote, mesh, self._prune)
-
-    def on_saved(self, checkpoint: Location) -> None:
-        """Uploads a checkpoint that is complete in the run directory. Rank 0 calls it."""
-        step = directory.step_of(checkpoint)
-        assert step is not None, f"{checkpoint} is named after a step"
-        self.saved(step)
-
-    def on_restored(self, checkpoint: Location) -> None:
-        """Uploads the restored checkpoint if the run that saved it ended before it was uploaded. Rank 0 calls it."""
-        if checkpoint.parent == self._local and directory.MARKER not in (self.remote / checkpoint.name).entries():
-            self.on_saved(checkpoint)
-
-    def finish(self) -> list[Event]:
-        """Waits on rank 0 until everything is uploaded."""
-        ended = self.wait()
-        if self._to_prune is not None:
-            with suppress(OSError):  # then the next run prunes
-                self._prune(self._to_prune)
-        return ended
-
-    def _prune(self, uploaded: Location) -> None:
-        protected = self._exports.protected  # an export may read from the URL
-        self._to_prune = uploaded if protected else None
-        directory.prune(self.remote, self._spec.keep_last, uploaded, self._spec.keep_every, protected)
 
 
 def _all_damaged(damaged: list[DamagedCheckpoint], until: int | None) -> str:

@@ -1,8 +1,5 @@
-"""One optimizer step: forward and backward over the micro-batches, agreement of all ranks, update. Called by the trainer.
-
-Nothing that outlives the step changes before all ranks have agreed on it: every rank has the same sums and the same gradient norm
-when it applies or skips the update. Rare concerns attach to `training/hooks`.
-"""
+"""One optimizer step: forward and backward over the micro-batches, agreement of all ranks, update. Nothing that outlives the step changes
+before all ranks have agreed on it: every rank has the same sums and the same gradient norm when it applies or skips the update."""
 
 from __future__ import annotations
 

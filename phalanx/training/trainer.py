@@ -1,8 +1,5 @@
-"""The trainer of one rank. Build, restore, step, evaluate and save are separate calls on plain state, so it can be entered halfway.
-
-A worker drives it through `train()`; an embedding program may call `step()` in its own loop; recovery builds a new trainer on another
-mesh, in the same process, and goes on. Rare concerns attach to `training/hooks`.
-"""
+"""The trainer of one rank. Build, restore, step, evaluate and save are separate calls on plain state: a worker drives it through `train()`, an
+embedding program may call `step()`, and recovery builds a new trainer on another mesh. Rare concerns attach to `training/hooks`."""
 
 from __future__ import annotations
 

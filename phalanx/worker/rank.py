@@ -43,8 +43,6 @@ from phalanx.training.trainer import Trainer
 from phalanx.worker.control_thread import ControlThread
 from phalanx.worker.hang_report import hang_report, register_stack_dump
 
-_UNINTERRUPTIBLE = ("updating",)
-"""Phases that change the state."""
 _KEPT_STEPS = 200
 """Step records that every rank keeps, to write them if rank 0 is lost."""
 
@@ -131,8 +129,9 @@ class Rank(RankProgram):
         self._rank = 0
         self._main_thread = threading.get_ident()
         control.on_stop = signals.stop
-        control.on_pause = self._pause
-        control.uninterruptible = lambda: self._trainer is not None and self._trainer.heartbeat.phase in _UNINTERRUPTIBLE
+        control.on_pause = lambda: self._trainer.pause() if self._trainer is not None else None
+        # The state must not be left in the middle of a change.
+        control.uninterruptible = lambda: self._trainer is not None and self._trainer.heartbeat.phase == "updating"
         control.locate = self._locate
         control.start()
 
@@ -241,10 +240,6 @@ class Rank(RankProgram):
         if location is None:
             raise ConnectionError("Connection closed by peer: the copies in memory are gone")
         return location
-
-    def _pause(self) -> None:
-        if self._trainer is not None:
-            self._trainer.pause()
 
     def _hand_off(self, order: protocol.HandOff) -> None:
         trainer, covered = self._trainer, False
@@ -358,9 +353,7 @@ def hand_off(trainer: Trainer, contributors: list[int]) -> bool:
     mesh = trainer.mesh
     mesh.mark_lost(rank for rank in range(mesh.ranks) if rank not in contributors)
     tensors = trainer.tensors()
-    if not all(
-        mesh.covers(*tensor.replicas.key) for tensor in {tensor.replicas: tensor for tensor in tensors.values()}.values()
-    ):
+    if not all(mesh.covers(*replicas.key) for replicas in {tensor.replicas for tensor in tensors.values()}):
         return False
     assert mesh.place.replica_folder is not None
     share = HandoffShare(

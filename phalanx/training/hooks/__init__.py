@@ -1,8 +1,5 @@
-"""The hook protocol of a step: the places where rare concerns attach to training.
-
-`Trainer` and `Stepper` call these methods on every rank, at the same places of the same step. Each concern (heartbeat, injected faults,
-replica checks, retries of non-finite steps, timing, accounting) is one hook in this package and can be tested alone.
-"""
+"""The hook protocol of a step: `Trainer` and `Stepper` call these methods on every rank, at the same places of the same step. Each rare
+concern (heartbeat, injected faults, replica checks, retries of non-finite steps, timing, accounting) is one hook in this package."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""Hooks that measure a rank's steps: the heartbeat of every step, and in a few early steps of a launch what the step costs in
-messages and memory (`StepAccounting`) and where its time goes (`StepTiming`). The trainer adds them; `phalanx plan --compare` reads the
-records next to what the plan promised.
-"""
+"""Hooks that measure a rank's steps: the heartbeat of every step, and in a few early steps of a launch its messages and memory
+(`StepAccounting`) and times (`StepTiming`), which `phalanx plan --compare` shows next to what the plan promised."""
 
 from __future__ import annotations
 
