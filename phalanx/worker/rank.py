@@ -13,6 +13,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from types import FrameType
@@ -28,7 +29,7 @@ from phalanx.data.dataset import Dataset, open_dataset
 from phalanx.events.fault_log import FaultClaims
 from phalanx.events.heartbeat import Heartbeat
 from phalanx.events.log import EventLog, recorded_steps
-from phalanx.events.records import Event, Step, StepSkipped, Stopped, WorkerStarted
+from phalanx.events.records import Evaluated, Event, Finished, Step, StepSkipped, Stopped, WorkerStarted
 from phalanx.events.rundir import RunDir
 from phalanx.faults.grammar import parse
 from phalanx.parallel.mesh import Mesh, abandoned, connect, disconnect
@@ -38,13 +39,15 @@ from phalanx.spec.plan import Place, Plan
 from phalanx.spec.run import Run
 from phalanx.training.hooks.rank_faults import RankFaults
 from phalanx.training.hooks.replica_check import Corruption
-from phalanx.training.sinks import sinks
 from phalanx.training.trainer import Trainer
 from phalanx.worker.control_thread import ControlThread
 from phalanx.worker.hang_report import hang_report, register_stack_dump
 
 _KEPT_STEPS = 200
 """Step records that every rank keeps, to write them if rank 0 is lost."""
+
+Writer = tuple[Callable[[dict[str, float], int], object], Callable[[], object]]
+"""Writes the values of a step to a sink; ends."""
 
 
 class StopSignals:
@@ -288,10 +291,10 @@ class Rank(RankProgram):
         """Report why this rank fails, to the agent and in a file."""
         failure = rank_failure(error)
         path = self._rundir.rank_error_file(self._rank)
-        partial = path.with_suffix(".partial")  # renamed when complete, so that nobody reads half of it
+        unfinished = path.with_suffix(".partial")  # renamed when complete, so that nobody reads half of it
         try:
-            partial.write_text(json.dumps(asdict(failure)))
-            os.replace(partial, path)
+            unfinished.write_text(json.dumps(asdict(failure)))
+            os.replace(unfinished, path)
         except OSError:
             pass  # the disk is full; the agent gets the report all the same
         self._control.report(protocol.RankFailed(generation=self._control.generation, failure=failure))
@@ -317,6 +320,66 @@ def _redirect_output(log: Path) -> None:
     os.dup2(fd, 1)
     os.dup2(fd, 2)
     os.close(fd)
+
+
+def sinks(run: Run, directory: Path) -> list[Callable[[Event], None]]:
+    """Opens TensorBoard and Weights & Biases, if the run asks for them."""
+    writers = []
+    if run.watch.tensorboard:
+        writers.append(_tensorboard(directory))
+    if run.watch.wandb:
+        writers.append(_wandb(run, directory))
+    return [partial(_write, writer) for writer in writers]
+
+
+def _write(writer: Writer, event: Event) -> None:
+    write, end = writer
+    if values := curves(event):
+        write(values, event.step)  # type: ignore[attr-defined]
+    if isinstance(event, Finished | Stopped):
+        end()
+
+
+def curves(event: Event) -> dict[str, float]:
+    """The values of an event that are plotted, by name."""
+    match event:
+        case Step():
+            values = {
+                "train/loss": event.loss,
+                "train/grad_norm": event.grad_norm,
+                "train/learning_rate": event.learning_rate,
+                "speed/tokens_per_second": event.tokens_per_second,
+                "speed/flops_per_second": event.flops_per_second,
+                "memory/bytes": float(event.memory),
+            }
+            optional = {"speed/mfu": event.mfu, "train/expert_load": event.expert_load}
+            return values | {name: value for name, value in optional.items() if value is not None}
+        case Evaluated():
+            each = {f"eval/{name}/loss": source["loss"] for name, source in event.sources.items()}
+            return {"eval/loss": event.loss} | (each if len(each) > 1 else {})
+        case _:
+            return {}
+
+
+def _tensorboard(directory: Path) -> Writer:
+    from torch.utils.tensorboard import SummaryWriter
+
+    writer = SummaryWriter(directory / "tensorboard")
+
+    def write(values: dict[str, float], step: int) -> None:
+        for name, value in values.items():
+            writer.add_scalar(name, value, step)
+
+    return write, writer.close
+
+
+def _wandb(run: Run, directory: Path) -> Writer:
+    import wandb
+
+    # The run directory's name is the id, so that a resumed run continues its curves.
+    name, project = directory.name, run.watch.wandb_project
+    session = wandb.init(project=project, name=name, id=name, resume="allow", dir=directory, config=asdict(run))
+    return lambda values, step: session.log(values, step=step), session.finish
 
 
 # The state that a rank still holds when its generation is over. Nothing here waits for another rank.

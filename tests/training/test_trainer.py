@@ -21,9 +21,9 @@ from phalanx.spec.errors import RunFailed
 from phalanx.spec.load import loads
 from phalanx.spec.run import Run
 from phalanx.training.micro_batch import MicroBatch
-from phalanx.training.sinks import curves
 from phalanx.training.step_totals import StopSignal
 from phalanx.training.trainer import Trainer
+from phalanx.worker.rank import curves
 
 
 def losses(events: list[Any]) -> list[tuple[int, float, float, str]]:
