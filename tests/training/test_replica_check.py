@@ -167,7 +167,7 @@ def test_corruption_on_one_of_three_ranks_is_named_and_no_rank_applies_the_step(
         assert [(event.step, event.rank, event.what) for event in corrupted] == [(found, rank, error.verdict.what)]
         assert "blocks.1.mlp.up.weight" in corrupted[0].message and f"rank {rank} has the wrong ones" in corrupted[0].message
     if step == found:
-        assert results[0][1].what == what
+        assert results[0][1].verdict.what == what
 
 
 @pytest.mark.parametrize(
