@@ -1,7 +1,5 @@
-"""Causal self-attention within documents: grouped-query and multi-head latent attention. Used by `models/decoder`.
-
-`attend` is a plain attribute of each attention module: local by default. Context parallelism replaces it; the model does not change.
-"""
+"""Causal self-attention within documents: grouped-query and multi-head latent attention. Used by `models/decoder`. `attend` is a plain
+attribute of each attention module: local by default. Context parallelism replaces it; the model does not change."""
 
 from __future__ import annotations
 

@@ -42,9 +42,8 @@ def findings(run: Run) -> Iterator[Finding]:
     """Problems between keys, of a run in which every key accepts its value."""
     yield from apply_rules(run, _batch)
     yield from model_findings(run)
-    yield from apply_rules(run, _data)
     yield from layout_findings(run)
-    yield from apply_rules(run, _duration, _checkpoints, _resilience, _planned_cluster)
+    yield from apply_rules(run, _data, _duration, _checkpoints, _resilience, _planned_cluster)
 
 
 def _names(run: Run) -> list[str]:
@@ -274,10 +273,8 @@ _MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
 
 def model_findings(run: Run) -> Iterator[Finding]:
-    """Problems between the keys of [model], and with train.sequence_length."""
-    sizes = (
-        (_attention, _latent, _positions, _experts) if run.model.module is None else ()
-    )  # a custom module gives them a meaning
+    """Problems between the keys of [model], and with train.sequence_length. A custom module gives the sizes a meaning of its own."""
+    sizes = (_attention, _latent, _positions, _experts) if run.model.module is None else ()
     return apply_rules(run, _start, _module, *sizes)
 
 

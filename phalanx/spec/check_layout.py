@@ -1,7 +1,5 @@
-"""Problems between the degrees of [layout] and the sizes they divide, and techniques that exclude each other. Called by `spec/check`.
-
-Every refusal names the keys, the reason and the nearest legal values. Nothing falls back silently.
-"""
+"""Problems between the degrees of [layout] and the sizes they divide, and techniques that exclude each other; for `spec/check`.
+Every refusal names the keys, the reason and the nearest legal values. Nothing falls back silently."""
 
 from __future__ import annotations
 

@@ -1,9 +1,6 @@
 """Reads Hugging Face's config.json into a ModelSpec, for `model.from` and `phalanx import`. `spec/hf_config_write` is the inverse.
-
-An unsupported setting that would change what the model computes is refused by key and value. Settings that affect only the noise
-of training (dropout, router jitter) are ignored. transformers 5 writes rotary settings as `rope_parameters`, older versions as
-`rope_theta` and `rope_scaling`; both are read.
-"""
+An unsupported setting that would change what the model computes is refused by key and value; settings that affect only the noise of
+training (dropout, router jitter) are ignored."""
 
 from __future__ import annotations
 
@@ -270,7 +267,7 @@ def _gpt2(config: Config) -> ModelSpec:
 
 
 def _rope(config: JsonObject, theta: Json) -> tuple[float, RopeScaling | None]:
-    """(base, scaling). `theta`: the family's default base."""
+    """(base, scaling). `theta`: the family's default base. transformers 5 writes `rope_parameters`, older versions `rope_scaling`."""
     where = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     settings = config.get(where) or {}
     if not isinstance(settings, dict):

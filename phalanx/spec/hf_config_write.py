@@ -1,7 +1,5 @@
-"""Writes a ModelSpec as the config.json of the Hugging Face family that computes the same. Called by `phalanx export`.
-
-The family follows from the model. A model that no family can express is refused by the key that prevents it.
-"""
+"""Writes a ModelSpec as the config.json of the Hugging Face family that computes the same, for `phalanx export`. A model that no family
+can express is refused by the key that prevents it."""
 
 from __future__ import annotations
 

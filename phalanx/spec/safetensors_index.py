@@ -1,7 +1,5 @@
-"""The tensors of a folder of safetensors files, from its index and headers alone: reads no weights and needs no torch.
-
-Used by `spec/hf_config` and by `checkpointing/hf_folder`, which reads the data.
-"""
+"""The tensors of a folder of safetensors files, from its index and headers alone: reads no weights and needs no torch. Used by
+`spec/hf_config` and by `checkpointing/hf_folder`, which reads the data."""
 
 from __future__ import annotations
 

@@ -15,10 +15,7 @@ _TYPES = {bool: "boolean", int: "integer", float: "number", str: "string"}
 
 
 def schema() -> JsonObject:
-    """JSON schema (draft 2020-12) of the run file.
-
-    Without references and with keywords that draft 7 has too, because TOML editors support little more.
-    """
+    """JSON schema (draft 2020-12) of the run file, with what draft 7 has too and without references: TOML editors support little more."""
     tables = {table: _table(table) for table in TABLES if "." not in table}
     names = {"type": "string", "enum": sorted(PRESETS), "description": "A preset without changes."}
     tables["model"] = {"description": tables["model"]["description"], "anyOf": [names, tables["model"]]}
