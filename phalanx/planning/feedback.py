@@ -153,7 +153,7 @@ def _errors(times: Times, step: Measured, sure: float) -> npt.NDArray[np.float64
     errors = [np.log(float(np.ravel(times.step)[0]) / step.seconds) / sure]
     small = _SMALL * step.seconds
     for part, seconds in step.parts.items():
-        predicted = sum(float(np.ravel(getattr(times, name))[0]) for name in MEASURED_PARTS[part][1])
+        predicted = sum(float(np.ravel(times.parts[name])[0]) for name in MEASURED_PARTS[part][1])
         errors.append(np.log((predicted + small) / (seconds + small)) / _PART_SCATTER)
     return np.array(errors)
 

@@ -96,9 +96,9 @@ def test_states_are_those_of_a_foreseen_rank(model: ModelSpec, layout: Layout) -
         parameters = sum(whole.values()) + 4 * sum(
             one.value.numel() for one in held if apart and len(one.shard.slice.whole) > 1
         )
-    assert float(np.max(found.optimizer)) == pytest.approx(8 * values, rel=0.02)
+    assert float(np.max(found.components["optimizer"])) == pytest.approx(8 * values, rel=0.02)
     if layout.shard == 1 or apart:
-        assert float(np.max(found.parameters)) == pytest.approx(parameters, rel=0.02)
+        assert float(np.max(found.components["parameters"])) == pytest.approx(parameters, rel=0.02)
 
 
 def test_memory_components_sum_up() -> None:

@@ -4,7 +4,7 @@ program."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import reduce
 from typing import NamedTuple
 
@@ -25,6 +25,9 @@ from phalanx.planning.cost.schedule_cost import CODE, FORWARDS_FIRST, SPLITS_BAC
 from phalanx.planning.machines.rates import Column
 
 COMPONENTS = ("parameters", "gradients", "optimizer", "activations", "logits", "gathered", "buffers", "fixed")
+"""Parameters are those that the model computes with, and the master weights that the optimizer updates; gathered are parameters of other ranks
+while a block computes with them, and casts of the rank's own; buffers are messages in transit; fixed are driver, communicators and
+fragmentation."""
 CONTEXT = (767 + 64) * 2**20
 """Bytes of a GPU that the driver, kernels and libraries take before anything is computed."""
 GROUP = 128 * 2**20
@@ -40,29 +43,18 @@ _BUCKET = 32 * 2**20
 class Footprint:
     """Bytes of the fullest rank, in columns."""
 
-    parameters: Column
-    """Parameters that the model computes with, and the master weights that the optimizer updates."""
-    gradients: Column
-    optimizer: Column
-    activations: Column
-    logits: Column
-    gathered: Column
-    """Parameters of other ranks while a block computes with them, and casts of the rank's own."""
-    buffers: Column
-    """Messages in transit."""
-    fixed: Column
-    """Driver, communicators and fragmentation."""
+    components: dict[str, Column]
+    """By COMPONENTS."""
     fullest: Column
     """The pipeline rank that is the fullest."""
 
     @property
     def total(self) -> Column:
-        return sum(getattr(self, name) for name in COMPONENTS)
+        return sum(self.components.values())
 
     def at(self, row: int) -> dict[str, float]:
         """Bytes of one job by component."""
-        columns = {name: getattr(self, name) for name in COMPONENTS}
-        return {name: float(column[row] if np.ndim(column) else column) for name, column in columns.items()}
+        return {name: float(column[row] if np.ndim(column) else column) for name, column in self.components.items()}
 
 
 def footprint(jobs: JobTable) -> Footprint:
@@ -88,8 +80,11 @@ class _Model(NamedTuple):
 
 def _fuller_rank(first: Footprint, second: Footprint) -> Footprint:
     more = second.total > first.total
-    pairs = {f.name: (getattr(first, f.name), getattr(second, f.name)) for f in fields(Footprint)}
-    return Footprint(**{name: np.where(more, theirs, mine) for name, (mine, theirs) in pairs.items()})
+    pairs = {name: (mine, second.components[name]) for name, mine in first.components.items()}
+    return Footprint(
+        components={name: np.where(more, theirs, mine) for name, (mine, theirs) in pairs.items()},
+        fullest=np.where(more, second.fullest, first.fullest),
+    )
 
 
 def _rank_footprint(jobs: JobTable, share: PipelineShare, model: _Model) -> Footprint:
@@ -122,17 +117,9 @@ def _rank_footprint(jobs: JobTable, share: PipelineShare, model: _Model) -> Foot
     staged = np.minimum(4.0 * 2**24, 4 * (held.dense + held.experts) / jobs.shard)
     buffers = messages + np.where(spread & (jobs.compute_bytes < 4) & (jobs.zero < 3), staged, 0.0) + left
     moving = peak_activations + logits + gathered + buffers
-    return Footprint(
-        parameters=parameters,
-        gradients=gradients,
-        optimizer=optimizer,
-        activations=peak_activations,
-        logits=logits,
-        gathered=gathered,
-        buffers=buffers,
-        fixed=np.where(jobs.on_cpu > 0, 0.3 * 2**30, CONTEXT + GROUP * _groups(jobs) + FRAGMENTATION * moving),
-        fullest=share.rank,
-    )
+    fixed = np.where(jobs.on_cpu > 0, 0.3 * 2**30, CONTEXT + GROUP * _groups(jobs) + FRAGMENTATION * moving)
+    columns = (parameters, gradients, optimizer, peak_activations, logits, gathered, buffers, fixed)
+    return Footprint(components=dict(zip(COMPONENTS, columns, strict=True)), fullest=share.rank)
 
 
 def _on_device(jobs: JobTable, share: PipelineShare, block: BlockActivations, unit: Column) -> Column:

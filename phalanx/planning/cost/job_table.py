@@ -169,7 +169,9 @@ def in_chunks(judge: Callable[..., Table], chunk: int, jobs: JobTable, *others: 
     rows = [slice(begin, min(begin + chunk, size)) for begin in range(0, size, chunk)]
     judged = [judge(take(jobs, part), *(take(other, part) for other in others)) for part in rows]
 
-    def joined(columns: list[Column]) -> Column:
+    def joined(columns: list[Any]) -> Any:
+        if isinstance(columns[0], dict):
+            return {name: joined([column[name] for column in columns]) for name in columns[0]}
         if not any(np.ndim(column) for column in columns):
             return columns[0]
         whole = np.empty(size)

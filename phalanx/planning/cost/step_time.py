@@ -89,20 +89,16 @@ def _judge(jobs: JobTable, rates: Rates) -> Times:
     named = sum(parts.values())
     parts["other"] = named * (rates.spread * np.log2(np.maximum(jobs.ranks / 8, 1))) + rates.overhead
     step = named + parts["other"]
-    scale = rates.software
     # On CPUs the constants were measured on whole steps, so every part is equally certain.
     far = 1.0 if np.all(jobs.on_cpu) else rates.doubt * uncertainty(parts, step)
+    pieces = {"forward": forward, "input": backward - weight, "weight": weight, "head": extra, "hop": one_hop}
+    pieces = {name: value * rates.software for name, value in pieces.items()}
     return Times(
-        **parts,
+        parts=parts,
         step=step,
         low=step * np.exp(far * np.log(rates.low)),
         high=step * np.exp(far * np.log(rates.high)),
-        forward=forward * scale,
-        input=(backward - weight) * scale,
-        weight=weight * scale,
-        head=extra * scale,
-        hop=one_hop * scale,
-        tail=parts["data"] + parts["optimizer"] + parts["offload"],
+        pieces=pieces | {"tail": parts["data"] + parts["optimizer"] + parts["offload"]},
     )
 
 
@@ -185,51 +181,29 @@ def _expert_exchange(jobs: JobTable, rates: Rates) -> Column:
     return sent + 2 * gather(cut, copies * jobs.expert_tensor)
 
 
+PARTS = ("compute", "launch", "tensor", "context", "expert", "data", "pipeline", "bubble", "optimizer", "offload", "other")
+"""The parts that sum up to the step. "compute": matrices, attention and memory-bound work, with recomputation; "launch": waiting for the host
+to launch kernels, beyond what computing hides; "data": gradients and gathered parameters of replicas and shards; "pipeline": messages between
+stages; "other": stragglers, data loading and everything that no equation names."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Times:
-    """Seconds of a step. The parts up to `other` sum up to `step` as the critical rank sees it: hidden communication is not
-    in them."""
+    """Seconds of a step."""
 
-    compute: Column
-    """Matrices, attention and memory-bound work of all micro-batches, with recomputation."""
-    launch: Column
-    """Waiting for the host to launch kernels, beyond what computing hides."""
-    tensor: Column
-    """Exposed communication of tensor parallelism; the next fields are those of the other dimensions."""
-    context: Column
-    expert: Column
-    data: Column
-    """Exposed communication of replicas and shards: gradients and gathered parameters."""
-    pipeline: Column
-    """Messages between stages."""
-    bubble: Column
-    optimizer: Column
-    offload: Column
-    other: Column
-    """Stragglers, data loading and everything that no equation names."""
+    parts: dict[str, Column]
+    """By PARTS, as the critical rank sees them: hidden communication is not in them."""
     step: Column
     low: Column
     """P10 of the step."""
     high: Column
     """P90 of the step."""
-
-    # Seconds of one micro-batch in the busiest stage, with exposed communication: what a simulation of the schedule starts
-    # from.
-    forward: Column
-    input: Column
-    """Backward to the input."""
-    weight: Column
-    """Backward to the weights."""
-    head: Column
-    """Forward and backward that the last stage has in addition to the others."""
-    hop: Column
-    """A message between neighboring stages."""
-    tail: Column
-    """Work after the last micro-batch: exposed gradients, optimizer, offload."""
+    pieces: dict[str, Column]
+    """What a simulation of the schedule starts from, with exposed communication: of one micro-batch in the busiest stage "forward", "input" and
+    "weight" (backward), "head" (what the last stage has in addition to the others) and "hop" (a message between neighboring stages); and
+    "tail", the work after the last micro-batch: exposed gradients, optimizer, offload."""
 
 
-PARTS = ("compute", "launch", "tensor", "context", "expert", "data", "pipeline", "bubble", "optimizer", "offload", "other")
-"""The parts that sum up to the step."""
 _COMPUTE = 0.07
 _PARTS = {"data": 0.4, "launch": 0.2, "expert": 0.2, "tensor": 0.25, "bubble": 0.1}
 """Relative standard deviation of each part's prediction: matrix products are alike everywhere, networks and hosts are not."""

@@ -196,10 +196,11 @@ def _base_bound(space: Space, rates: Rates, bases: Columns) -> Floats:
     times = step_times(jobs, _unadded(rates))
     layers = np.ceil(jobs.layers / jobs.pipeline)
     even = jobs.layers / (jobs.pipeline * layers)
-    each = (times.forward + times.input + times.weight) * jobs.accumulation
+    pieces = times.pieces
+    each = (pieces["forward"] + pieces["input"] + pieces["weight"]) * jobs.accumulation
     if undealt:
-        each = np.maximum(each - times.expert, 0.0)
-    each = each * even + np.where(jobs.pipeline == 1, times.head * jobs.accumulation, 0.0)
+        each = np.maximum(each - times.parts["expert"], 0.0)
+    each = each * even + np.where(jobs.pipeline == 1, pieces["head"] * jobs.accumulation, 0.0)
     spread = rates.spread * np.log2(max(space.gpus / 8, 1.0))
     return np.broadcast_to(each * (1 + spread), len(bases["pipeline"]))
 
@@ -245,8 +246,9 @@ def _order_bound(space: Space, rates: Rates, rows: Columns, front: Front) -> Flo
     jobs = space.jobs(rows, data=rows["replicas"], offload=int(space.savings["offload"].min()))
     times = step_times(jobs, _unadded(rates))
     front.timed += len(rows["pipeline"])
-    stragglers = 1 + times.other / (times.step - times.other)
-    bound = (times.step - times.other - times.data - times.optimizer - times.offload) * stragglers
+    parts = times.parts
+    stragglers = 1 + parts["other"] / (times.step - parts["other"])
+    bound = (times.step - parts["other"] - parts["data"] - parts["optimizer"] - parts["offload"]) * stragglers
     return np.broadcast_to(bound, len(rows["pipeline"]))
 
 

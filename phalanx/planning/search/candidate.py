@@ -9,7 +9,7 @@ from typing import Literal, cast
 from phalanx.planning.cost.footprint import Footprint, footprint
 from phalanx.planning.cost.job_table import OFFLOAD, RECOMPUTE, JobTable
 from phalanx.planning.cost.run_cost import cost, saved_bytes, upkeep
-from phalanx.planning.cost.step_time import PARTS, Times, step_times
+from phalanx.planning.cost.step_time import Times, step_times
 from phalanx.planning.machines.rates import Rates
 from phalanx.planning.search.space import Columns, Space, at, layout_of, pick
 from phalanx.spec.layout import FIXED_STAGES, Layout
@@ -157,7 +157,6 @@ def layout_name(layout: Layout) -> str:
 
 
 _DAY = 86400.0
-_PIECES = ("forward", "input", "weight", "head", "hop", "tail")
 
 
 def candidates_of(space: Space, rates: Rates, columns: Columns, capacity: float | None = None) -> list[Candidate]:
@@ -194,8 +193,8 @@ def _candidate(space: Space, jobs: JobTable, memory: Footprint, times: Times, ro
         seconds=seconds,
         low=float(at(times.low, row)),
         high=float(at(times.high, row)),
-        split={part: float(at(getattr(times, part), row)) for part in PARTS},
-        pieces={piece: float(at(getattr(times, piece), row)) for piece in _PIECES},
+        split={part: float(at(column, row)) for part, column in times.parts.items()},
+        pieces={piece: float(at(column, row)) for piece, column in times.pieces.items()},
         tokens_per_second=tokens,
         mfu=tokens * run.model.flops_per_token(run.train.sequence_length) / peak if peak else None,
         days=seconds * run.steps / _DAY,
