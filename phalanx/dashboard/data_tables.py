@@ -1,7 +1,4 @@
-"""Shows data: the report about a corpus, samples of a batch, and the progress of tokenization.
-
-`phalanx data` and every verb that opens a dataset call it. Text of a corpus is never parsed as markup.
-"""
+"""Shows data: the report about a corpus, samples of a batch, and the progress of tokenization. Text of a corpus is never parsed as markup."""
 
 from __future__ import annotations
 
@@ -64,8 +61,8 @@ def show_inspected(console: Console, name: str, found: InspectReport, about: Sou
         share = percent(found.masked_tokens / max(found.tokens, 1))
         console.print(f"not trained on: {count(found.masked_tokens)} tokens ({share})")
     if found.lengths:
-        table = found.lengths
-        console.print("tokens of a document: " + ", ".join(f"{key} {table[key]:,.{_digits(key)}f}" for key in table))
+        lengths = (f"{key} {value:,.{1 if key == 'mean' else 0}f}" for key, value in found.lengths.items())
+        console.print(f"tokens of a document: {', '.join(lengths)}")
         _bars(console, found.histogram)
     sampled = "" if found.duplicates_of == found.documents else f" of {count(found.duplicates_of)} that were compared"
     console.print(f"exact duplicates: {found.duplicates} documents ({percent(found.duplicate_share)}{sampled})")
@@ -122,10 +119,6 @@ def _bars(console: Console, histogram: list[tuple[int, int, int]]) -> None:
     for name, (_, _, times) in zip(names, histogram, strict=True):
         bar = "█" * max(1 if times else 0, round(_BAR * times / most))
         console.print(f"  {name:>{max(map(len, names))}}  {bar:<{_BAR}}  {count(times)}")
-
-
-def _digits(key: str) -> int:
-    return 1 if key == "mean" else 0
 
 
 @contextmanager

@@ -1,7 +1,5 @@
-"""Draws a plan as one PNG: memory by component against the device, the time of a step by part, and the trade-offs.
-
-`phalanx plan --png` calls it; the page of a plan uses its colors and units.
-"""
+"""Draws a plan as one PNG: memory by component against the device, the time of a step by part, and the trade-offs. The page of a plan uses
+its charts, colors and units."""
 
 from __future__ import annotations
 

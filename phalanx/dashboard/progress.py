@@ -1,7 +1,5 @@
-"""Shows a run while it trains: a live panel on a terminal, plain lines elsewhere; one line of text for each event.
-
-`phalanx train` creates a display and passes it every event as it is written. A display reads nothing else and changes nothing.
-"""
+"""Shows a run while it trains: a live panel on a terminal, plain lines elsewhere; one line of text for each event. `phalanx train` passes every
+event as it is written. A display reads nothing else and changes nothing."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ from pathlib import Path
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from phalanx.dashboard.numbers import count, duration, flops, number, percent, size
@@ -90,10 +88,7 @@ class LiveDisplay(Display):
 
     def _panel(self) -> RenderableType:
         done, left = self._pace.step, self._pace.left(self._steps)
-        bar = Table.grid(expand=True, padding=(0, 1))
-        bar.add_column(no_wrap=True)
-        bar.add_column(ratio=1)
-        bar.add_column(no_wrap=True)
+        bar = Table.grid(Column(no_wrap=True), Column(ratio=1), Column(no_wrap=True), expand=True, padding=(0, 1))
         bar.add_row(
             Text(f"step {done}/{self._steps}", style="bold"),
             ProgressBar(total=max(1, self._steps), completed=done),
@@ -117,9 +112,8 @@ class LiveDisplay(Display):
             ("memory", size(last.memory), ""),
             *([("experts", f"{number(last.expert_load, 2)} × mean", "")] if last.expert_load is not None else []),
         ]
-        table = Table.grid(expand=True, padding=(0, 1))
-        for _ in range(3):
-            table.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
+        columns = [Column(ratio=1, no_wrap=True, overflow="ellipsis") for _ in range(3)]
+        table = Table.grid(*columns, expand=True, padding=(0, 1))
         for row in range(0, len(cells), 3):
             table.add_row(
                 *(Text.assemble((f"{name:<9}", "dim"), (value, style)) for name, value, style in cells[row : row + 3])

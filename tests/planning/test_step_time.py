@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from phalanx.planning.cost.block_time import block_time, head_time
 from phalanx.planning.cost.job_table import SCHEDULES, JobTable, model_columns
-from phalanx.planning.cost.step_time import PARTS, bubble, step_times
+from phalanx.planning.cost.step_time import PARTS, block_time, bubble, head_time, step_times
 from phalanx.planning.machines.rates import Rates
 from phalanx.schedules.makers import make
 from phalanx.schedules.timing import Durations, simulate

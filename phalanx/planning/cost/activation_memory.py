@@ -1,10 +1,6 @@
-"""Activation memory: bytes that a block and the head keep from forward to backward on one rank, tensor by tensor as the
-models and autograd allocate them. `cost/footprint` adds them up.
-
-The residual stream is fp32, whatever a run computes in. Under autocast each projection casts its input anew; tensor
-parallelism casts once and shares. Sequence parallelism divides the residual stream, not the gathered inputs of a
-tensor-parallel region.
-"""
+"""Activation memory: bytes that a block and the head keep from forward to backward on one rank, tensor by tensor as the models and autograd
+allocate them. The residual stream is fp32, whatever a run computes in. Under autocast each projection casts its input anew; tensor parallelism
+casts once and shares. Sequence parallelism divides the residual stream, not the gathered inputs of a tensor-parallel region."""
 
 from __future__ import annotations
 

@@ -1,10 +1,6 @@
-"""The cost model's input: a table of jobs (a model, a batch, a machine, a layout), one column per field. Every field is a
-number or an array, and all of them broadcast, so one set of equations judges one layout, hundreds of thousands of layouts,
-or measured runs of different models.
-
-`search/space` makes a table of a run and its legal layouts, `benchmarks/planner/steps` one of published steps;
-`cost/step_time` and `cost/footprint` read it.
-"""
+"""The cost model's input: a table of jobs (a model, a batch, a machine, a layout), one column per field. Every field is a number or an array,
+and all of them broadcast, so one set of equations judges one layout, hundreds of thousands of layouts (`search/space`), or measured runs of
+different models (`benchmarks/planner/steps`)."""
 
 from __future__ import annotations
 

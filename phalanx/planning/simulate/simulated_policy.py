@@ -1,9 +1,6 @@
-"""Faults of a simulated run, and the decisions of the live recovery policy about them, on a cluster of equal nodes.
-
-A decision about thousands of ranks takes milliseconds, and a simulation needs thousands of decisions. Nodes are equal, so a decision depends
-on the number of nodes and on what the failed node holds, not on which node it is: `recovery/policy.decide` decides each kind of
-situation once. What depends on earlier failures (repeated failures, too many failures) is decided each time.
-"""
+"""Faults of a simulated run, and the decisions of the live recovery policy about them, on a cluster of equal nodes: a decision depends on the
+number of nodes and on what the failed node holds, not on which node it is. So `recovery/policy.decide`, which takes milliseconds, decides each
+kind of situation once. What depends on earlier failures (repeated failures, too many failures) is decided each time."""
 
 from __future__ import annotations
 

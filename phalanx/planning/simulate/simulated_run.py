@@ -1,8 +1,5 @@
-"""Simulates one run from failure to failure: what fails when, what the live policy does about it, and how the time is spent.
-
-`planning/simulate/simulation` runs as many trials as it needs. Between two events everything is in closed form, so months of a large
-cluster take milliseconds.
-"""
+"""Simulates one run from failure to failure: what fails when, what the live policy does about it, and how the time is spent. Between two events
+everything is in closed form, so months of a large cluster take milliseconds."""
 
 from __future__ import annotations
 

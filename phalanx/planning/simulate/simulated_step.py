@@ -1,7 +1,5 @@
-"""Simulates one step: the schedule's actions take the times of the plan, and messages that share a link divide its bandwidth.
-
-`phalanx simulate --step` calls `simulate_candidate`. Without shared links the result equals `schedules/timing.simulate`.
-"""
+"""Simulates one step: the schedule's actions take the times of the plan, and messages that share a link divide its bandwidth. Without shared
+links the result equals `schedules/timing.simulate`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Simulates a whole run many times: its goodput, when it ends, how many spare nodes pay off, how often to save.
-
-`phalanx simulate` calls `simulate`; `planning/simulate/simulated_run` simulates each run with the live recovery policy.
-"""
+"""Simulates a whole run many times (`simulated_run`): its goodput, when it ends, how many spare nodes pay off, how often to save."""
 
 from __future__ import annotations
 
