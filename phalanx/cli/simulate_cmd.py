@@ -93,7 +93,7 @@ def simulate(
 
 
 def _whole(run: Run, hardware: Hardware, candidate: Candidate, request: SimulationRequest, png: Path | None) -> dict[str, Any]:
-    report = simulate_run(run, hardware, candidate, request, judge)
+    report = simulate_run(run, hardware, candidate, request)
     console.print("\n".join(run_text(report)), markup=False, soft_wrap=True)
     if png is not None:
         write_file(png, lambda: draw_run(report, png))

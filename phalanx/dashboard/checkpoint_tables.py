@@ -148,10 +148,8 @@ def show_differences(
         )
         if len(rows) > most:
             console.print(f"… and {len(rows) - most} more (--largest shows them)", style="dim")
-    if rows:
-        console.print(f"{len(rows)} tensors differ, {equal} are bitwise equal", style="bold")
-    else:
-        console.print(f"All {equal} tensors are bitwise equal", style="bold")
+    equality = f"{len(rows)} tensors differ, {equal} are bitwise equal" if rows else f"All {equal} tensors are bitwise equal"
+    console.print(equality, style="bold")
 
 
 def _difference(row: Difference) -> tuple[str, ...]:

@@ -194,13 +194,9 @@ class CommTimer:
     @contextmanager
     def on_clock(self, use: str) -> Iterator[None]:
         """While this context is open, the step clock counts time as waiting in a group of this use; nested waits count once."""
-        clock, self.clock = self.clock, None
-        assert clock is not None
-        try:
-            with clock.inside(part_of(use)):
-                yield
-        finally:
-            self.clock = clock
+        assert self.clock is not None
+        with self.clock.inside(part_of(use)), replaced(self, "clock", None):
+            yield
 
 
 COMM_TIMER = CommTimer()

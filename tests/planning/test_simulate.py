@@ -40,7 +40,7 @@ def small(**changed: Any) -> Run:
 
 def answered(run: Run, **asked: Any) -> SimulationReport:
     machines = hardware(run, None)
-    return simulate(run, machines, judge(run, machines), SimulationRequest(**asked), judge)
+    return simulate(run, machines, judge(run, machines), SimulationRequest(**asked))
 
 
 def test_llama_3_with_its_published_failures() -> None:
@@ -76,9 +76,7 @@ def test_the_best_interval_is_near_the_closed_forms() -> None:
     worse = replace(
         machines, failures=replace(machines.failures, rates=tuple((name, 200 * rate) for name, rate in machines.failures.rates))
     )
-    found = simulate(
-        run, worse, judge(run, worse), SimulationRequest(days=8.0, runs=6, keep="disk", stall=20.0, restart=120.0), judge
-    )
+    found = simulate(run, worse, judge(run, worse), SimulationRequest(days=8.0, runs=6, keep="disk", stall=20.0, restart=120.0))
     assert found.best_interval_seconds is not None and found.interval_seconds == pytest.approx(100 * found.candidate.seconds)
     best = max(found.intervals, key=lambda one: one.goodput)
     assert 0.4 * found.best_interval_seconds < best.value < 2.6 * found.best_interval_seconds
@@ -94,7 +92,7 @@ def test_replicas_need_no_saves_and_a_machine_that_never_fails_no_luck() -> None
     assert found.finish_days.mean == pytest.approx(found.candidate.days / found.goodput.mean, rel=0.01)
     run = small()
     calm = replace(hardware(run, None), failures=None)
-    quiet = simulate(run, calm, judge(run, calm), SimulationRequest(runs=2), judge)
+    quiet = simulate(run, calm, judge(run, calm), SimulationRequest(runs=2))
     assert quiet.goodput.mean == quiet.closed == pytest.approx(1.0) and quiet.finish_days.mean == pytest.approx(
         quiet.candidate.days
     )
@@ -106,9 +104,9 @@ def test_what_cannot_be_simulated_is_refused() -> None:
     machines = hardware(run, None)
     option = judge(run, machines)
     with pytest.raises(RunError, match=r"--days -1\.0: give a number above 0"):
-        simulate(run, machines, option, SimulationRequest(days=-1.0), judge)
+        simulate(run, machines, option, SimulationRequest(days=-1.0))
     with pytest.raises(RunError, match="The layout has 256 ranks but the cluster has 128 devices"):
-        simulate(run, replace(machines, gpus=128), option, SimulationRequest(), judge)
+        simulate(run, replace(machines, gpus=128), option, SimulationRequest())
 
 
 @pytest.mark.parametrize(

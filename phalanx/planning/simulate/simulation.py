@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
 from statistics import fmean
@@ -14,6 +14,7 @@ from typing import Any
 from phalanx.planning.cost.run_cost import DETECT, best_interval, goodput, saved_bytes, upkeep
 from phalanx.planning.machines.cluster import Hardware
 from phalanx.planning.search.candidate import Candidate
+from phalanx.planning.search.search import judge
 from phalanx.planning.simulate.simulated_policy import DecisionCache, fault_kind, mean_detection_seconds
 from phalanx.planning.simulate.simulated_run import TIME_USES, SaveSchedule, Scenario, StateSource, Trial, run_trial
 from phalanx.recovery.policy import WINDOW
@@ -23,9 +24,6 @@ from phalanx.spec.check_layout import layout_findings
 from phalanx.spec.errors import RunError
 from phalanx.spec.layout import Layout
 from phalanx.spec.run import Run
-
-EvaluateLayout = Callable[[Run, Hardware], Candidate]
-"""Returns the step time and the memory of a run on the layout that it names."""
 
 DAY = 86400.0
 _COPY_BUDGET = 0.005
@@ -70,10 +68,8 @@ class ClusterModel:
     """The cluster that a simulation assumes, from the run file, the catalogue and the plan: its nodes, failures, saves and
     other layouts, and the closed form for them."""
 
-    def __init__(
-        self, run: Run, hardware: Hardware, candidate: Candidate, request: SimulationRequest, evaluate: EvaluateLayout
-    ):
-        self._run, self.hardware, self._candidate, self.request, self._evaluate = run, hardware, candidate, request, evaluate
+    def __init__(self, run: Run, hardware: Hardware, candidate: Candidate, request: SimulationRequest):
+        self._run, self.hardware, self._candidate, self.request = run, hardware, candidate, request
         self._on = cache(self._evaluated)
         self.step = candidate.seconds
         self.used = -(-candidate.layout.ranks // hardware.node)
@@ -178,7 +174,7 @@ class ClusterModel:
             order = schedule_for(layout, share // math.gcd(share, candidate.micro_batch))
             if order is not None and order.stages > run.model.layers:
                 return None
-            evaluated = self._evaluate(run, replace(self.hardware, gpus=layout.ranks))
+            evaluated = judge(run, replace(self.hardware, gpus=layout.ranks))
         except RunError:
             return None
         return evaluated if evaluated.fits else None
@@ -300,13 +296,11 @@ class SimulationReport:
         return table | step | {"simulated_days": self.trial.seconds / DAY}
 
 
-def simulate(
-    run: Run, hardware: Hardware, candidate: Candidate, request: SimulationRequest, evaluate: EvaluateLayout
-) -> SimulationReport:
-    """Simulates a run on the layout `candidate`; `evaluate` plans it on the other layouts that recovery may choose."""
+def simulate(run: Run, hardware: Hardware, candidate: Candidate, request: SimulationRequest) -> SimulationReport:
+    """Simulates a run on the layout of `candidate`, and on the other layouts that recovery may choose."""
     start = time.process_time()
     _check(hardware, candidate, request)
-    model = ClusterModel(run, hardware, candidate, request, evaluate)
+    model = ClusterModel(run, hardware, candidate, request)
     trials = _trials(model, model.scenario, request.runs)
     intervals, spares = (_other_intervals(model), _other_spares(model)) if request.study else ((), ())
     seconds = sum(trial.seconds for trial in trials)
