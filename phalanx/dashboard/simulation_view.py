@@ -243,9 +243,9 @@ def _style(axes: Axes) -> None:
 def step_trace(step: SimulatedStep) -> str:
     """The step as a file for Perfetto and Chrome's tracing page: a track for each pipeline rank and for each link."""
     timeline = step.timeline
-    events: list[dict[str, Any]] = [_process(_RANKS, "pipeline ranks"), _process(_LINKS, "links")]
+    events: list[dict[str, Any]] = [_named("process", "pipeline ranks", _RANKS), _named("process", "links", _LINKS)]
     for rank, row in enumerate(timeline.ranks):
-        events.append(_track(_RANKS, rank, f"rank {rank}"))
+        events.append(_named("thread", f"rank {rank}", _RANKS, rank))
         for timed in row:
             name = f"{timed.stage}{timed.kind}{timed.micro_batch}"
             args = {"stage": timed.stage, "micro-batch": timed.micro_batch}
@@ -263,18 +263,16 @@ def step_trace(step: SimulatedStep) -> str:
         key = rank, link, lane
         if key not in tracks:
             tracks[key] = len(tracks)
-            events.append(_track(_LINKS, tracks[key], f"rank {rank} {link}" + (f" ({lane + 1})" if lane else "")))
+            name = f"rank {rank} {link}" + (f" ({lane + 1})" if lane else "")
+            events.append(_named("thread", name, _LINKS, tracks[key]))
         label = f"{message.dimension} {message.label}"
         events.append(_slice(_LINKS, tracks[key], label, message.dimension, message.start, message.stop))
     return json.dumps({"displayTimeUnit": "ms", "traceEvents": events})
 
 
-def _process(process: int, name: str) -> dict[str, Any]:
-    return {"ph": "M", "name": "process_name", "pid": process, "args": {"name": name}}
-
-
-def _track(process: int, number: int, name: str) -> dict[str, Any]:
-    return {"ph": "M", "name": "thread_name", "pid": process, "tid": number, "args": {"name": name}}
+def _named(what: str, name: str, process: int, track: int = 0) -> dict[str, Any]:
+    """Names a group of tracks ("process") or one track ("thread")."""
+    return {"ph": "M", "name": f"{what}_name", "pid": process, "tid": track, "args": {"name": name}}
 
 
 def _slice(process: int, track: int, name: str, kind: str, start: float, stop: float) -> dict[str, Any]:

@@ -132,8 +132,6 @@ class FailureMark:
     component: str
     action: str
     """The decision: restart, spare, shrink, wait or end."""
-    lost: float
-    """Seconds of steps that are repeated."""
 
 
 @dataclass(slots=True)
@@ -307,8 +305,7 @@ class _TrialRunner:
 
     def _decide(self, fault: Fault) -> Action:
         """Asks the policy about a failure, and drops the steps that it costs."""
-        before, node = self.step, self.policy.placed.assignment[fault.device]
-        gone = fault.kind == "node" and self._loses_replicas(node)
+        gone = fault.kind == "node" and self._loses_replicas(self.policy.placed.assignment[fault.device])
         action = self.policy.on_fault(fault, self.step)
         if fault.kind == "node":
             self._repair()
@@ -316,7 +313,7 @@ class _TrialRunner:
         name = action.action if isinstance(action, NewGeneration) else "wait" if isinstance(action, Wait) else "end"
         self.trial.components[fault.component] += 1
         self.trial.actions[name] += 1
-        self.trial.marks.append(FailureMark(self.now, fault.component, name, (before - self.step) * self.full_speed))
+        self.trial.marks.append(FailureMark(self.now, fault.component, name))
         return action
 
     def _phase_of(self, action: Action | None) -> Callable[[], None]:
