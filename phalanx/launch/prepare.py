@@ -72,7 +72,6 @@ def prepare(
 
     request = request or Request()
     problems = [*run_checks.missing_packages(run), *run_checks.storage_problems(run), *run_checks.address_problems(run)]
-    planned = data = None
     try:
         machine = this_machine()
         if wrong_machine := mismatch(run, machine):
@@ -81,20 +80,15 @@ def prepare(
         planned = plan_run(run, machine, ranks, size)
         if ranks is None:
             problems += run_checks.node_problems(run, planned.plan)
-    except RunError as error:
-        problems += error.problems
-    try:
-        if planned is not None and not (problems or request.unrehearsed):
+        if not (problems or request.unrehearsed):
             problems += memory_problems(planned.run, planned.plan, machine)
-        if not problems:  # slow preparations only for a run that can start
-            data = open_dataset(run.data, run.train.sequence_length, run.train.seed, progress)
-            problems += run_checks.too_little_data(run, data)
     except RunError as error:
         problems += error.problems
-    if problems or planned is None or data is None:
+    if problems:  # slow preparations only for a run that can start
         raise RunError(problems)
+    data = open_dataset(run.data, run.train.sequence_length, run.train.seed, progress)
     base = request.directory or Path("runs") / name
-    problems += run_checks.space_problems(planned.run, planned.plan, base)
+    problems += [*run_checks.too_little_data(run, data), *run_checks.space_problems(planned.run, planned.plan, base)]
     if ranks is None:
         problems += run_checks.replica_problems(planned.run, planned.plan)
     if problems:
