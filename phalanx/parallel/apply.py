@@ -40,7 +40,9 @@ def apply(parts: list[nn.Module], run: Run, plan: Plan, mesh: Mesh, recipe: Reci
     loss = vocab_parallel.swap(parts, columns, chunk=run.memory.loss_chunk, sequence=layout.sequence, loss=recipe.loss)
     applied["loss"] = vocab_parallel.applied(parts, loss)
     applied |= transform(parts, run, plan, mesh)
-    engine = _engine(parts, _mirrored(parts, shards, recipe.tied), run, plan, mesh, recipe)
+    if recipe.tied in shards and not any(getattr(part, "is_first_stage", True) for part in parts):
+        shards[recipe.tied] = replace(shards[recipe.tied], counted=False)  # the last stage's copy of a tied embedding
+    engine = _engine(parts, shards, run, plan, mesh, recipe)
     applied["data"] = engine.applied()
     placed = ShardedModel(parts, mesh, engine, loss, is_local_sgd=run.optimizer.sync_every > 1)
     if recipe.schedule is not None:
@@ -74,7 +76,7 @@ def _engine(parts: list[nn.Module], shards: dict[str, ParamShard], run: Run, pla
     """Allocate the parameters and choose who sums gradients and owns what the optimizer updates."""
     sharding = Sharding(
         zero=plan.layout.zero if plan.layout.shard > 1 else 0,
-        axes=sample_axes(run),
+        axes=("data", "shard", "context") if run.optimizer.sync_every == 1 else ("shard", "context"),
         compute=plan.compute,
         reduce_dtype=torch.bfloat16 if run.precision.reduce == "bf16" else torch.float32,
         keep_gathered=recipe.schedule is not None and recipe.schedule.splits_backward,
@@ -84,18 +86,6 @@ def _engine(parts: list[nn.Module], shards: dict[str, ParamShard], run: Run, pla
 
         return fsdp.FullySharded(parts, shards, mesh, recipe, sharding)
     return data_parallel.build(parts, shards, mesh, recipe, sharding)
-
-
-def sample_axes(run: Run) -> tuple[str, ...]:
-    """Mesh axes whose ranks see different samples, or parts of samples, and sum their gradients in every step."""
-    return ("data", "shard", "context") if run.optimizer.sync_every == 1 else ("shard", "context")
-
-
-def _mirrored(parts: list[nn.Module], shards: dict[str, ParamShard], tied: str | None) -> dict[str, ParamShard]:
-    """The last stage's copy of a tied embedding is not counted a second time."""
-    if tied not in shards or any(getattr(part, "is_first_stage", True) for part in parts):
-        return shards
-    return shards | {tied: replace(shards[tied], counted=False)}
 
 
 def _stages(parts: list[nn.Module], mesh: Mesh, schedule: Schedule) -> str:

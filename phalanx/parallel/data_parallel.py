@@ -1,8 +1,8 @@
-"""Data parallelism with ZeRO-0, 1 and 2: sums the gradients of all replicas in buckets while the backward runs. `parallel/apply` builds it.
+"""Data parallelism with ZeRO-0, 1 and 2: sums the gradients of all replicas in buckets while the backward runs. `parallel/apply` builds it,
+and `parallel/fsdp` for parameters that FSDP2 does not shard.
 
 ZeRO-0 keeps everything on every rank (DDP). ZeRO-1 divides master weights and optimizer states over the ranks of `layout.shard`,
-ZeRO-2 gradients too; new values return to all ranks in the same buckets. `parallel/fsdp` uses it for parameters that FSDP2 does not
-shard.
+ZeRO-2 gradients too; new values return to all ranks in the same buckets.
 
 Buckets are fixed. torch's DistributedDataParallel regroups its buckets after the first step, so a resumed run would add in another
 order than an uninterrupted one. On CPU, ZeRO-0 adds the micro-batches of the global batch in the order of a binary tree:
@@ -27,7 +27,7 @@ from phalanx.observe.comm_timer import wait
 from phalanx.parallel.buckets import Bucket, FlatBucket, ModelParam, ShardBucket, flat_bundles, model_params, shard_bundles
 from phalanx.parallel.group import Group
 from phalanx.parallel.mesh import Mesh
-from phalanx.parallel.sharded_model import Axes, OwnedParam, ParamShard, Recipe, dim_names
+from phalanx.parallel.sharded_model import Axes, OwnedParam, ParamShard, Recipe, dim_names, replace_parameter
 from phalanx.spec.errors import RunError
 
 _IN_FLIGHT = 2
@@ -42,7 +42,7 @@ class Sharding:
     zero: int = 0
     """0: not at all; 1: optimizer states and master weights; 2: gradients too; 3: parameters too (`parallel/fsdp`)."""
     axes: tuple[str, ...]
-    """Mesh axes whose ranks see different samples, "shard" among them."""
+    """Mesh axes whose ranks see different samples, or parts of samples, and sum their gradients in every step; "shard" among them."""
     compute: str = "fp32"
     """As in the plan. fp8 keeps its weights in bf16."""
     reduce_dtype: torch.dtype = torch.float32
@@ -367,17 +367,11 @@ def lower_precision(parts: Sequence[nn.Module], names: Iterable[str], dtype: tor
     for part in parts:
         for name, old in list(part.named_parameters()):
             if name in wanted and old.dtype != dtype:
-                assert old.is_meta, f"{name} has memory already: lower its precision first"
                 owner, _, leaf = name.rpartition(".")
-                new = nn.Parameter(torch.empty_like(old, dtype=dtype), requires_grad=old.requires_grad)
-                part.get_submodule(owner).register_parameter(leaf, new)
+                replace_parameter(part.get_submodule(owner), leaf, tuple(old.shape), dtype)
     for module in dict.fromkeys(module for part in parts for module in part.modules()):
         if isinstance(module, nn.Embedding):
-            module.register_forward_hook(_to_fp32)
-
-
-def _to_fp32(module: nn.Module, args: Any, output: Tensor) -> Tensor:
-    return output.float()
+            module.register_forward_hook(lambda module, args, output: output.float())
 
 
 @torch.no_grad()

@@ -58,7 +58,7 @@ class FullySharded:
         if mesh.device.type != "meta":  # there, nothing is computed and nothing has memory
             for root in self._roots:
                 root._lazy_init()  # else the first forward would, and give uneven parts other memory
-        self._groups = [group for root in self._roots for state in root._state_ctx.all_states for group in _groups(state)]
+        self._groups = [group for root in self._roots for group in _groups(root)]
         self._hybrid = any(group._is_hsdp for group in self._groups)
         rest = replace(how, zero=1, own_groups=True)
         self._rest = DataParallel(model_params(parts, shards, whole), mesh, recipe.fill, rest)
@@ -97,8 +97,11 @@ class FullySharded:
         if self._pipelined:
             self._set_reduction(True)
             self._set_replicas(True)
-            for root in self._roots:
-                _reduce(root)
+            with torch.no_grad():  # FSDP2 does not see the end of a pipeline's backwards: do what it does at the end of one
+                for root in self._roots:
+                    for group in _groups(root):
+                        group.post_backward()
+                    root._root_post_backward_final_callback()
         elif self._hybrid and self._begun < self._count:  # all ranks abandon a step together: even a forward communicates
             for group in self._groups:
                 group._partial_reduce_output = None  # it must not leak into the next step
@@ -251,11 +254,12 @@ def _device_mesh(shards: Group, replicas: Group, mesh: Mesh) -> DeviceMesh:
     return DeviceMesh.from_group([replicas.handle, shards.handle], kind, torch.tensor(plane), mesh_dim_names=names)
 
 
-def _groups(state: Any) -> list[Any]:
-    """FSDP2's parameter groups of a module; torch 2.13 has a list of them, 2.11 one or none."""
-    if hasattr(state, "_fsdp_param_groups"):
-        return list(state._fsdp_param_groups)
-    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+def _groups(root: Any) -> list[Any]:
+    """FSDP2's parameter groups of all modules below a root; a module has a list of them in torch 2.13, one or none in 2.11."""
+    states = root._state_ctx.all_states
+    if hasattr(root, "_fsdp_param_groups"):
+        return [group for state in states for group in state._fsdp_param_groups]
+    return [state._fsdp_param_group for state in states if state._fsdp_param_group is not None]
 
 
 def _own(name: str, parameter: nn.Parameter, shard: ParamShard) -> OwnedParam:
@@ -268,12 +272,3 @@ def _own(name: str, parameter: nn.Parameter, shard: ParamShard) -> OwnedParam:
     shard = shard.cut(placement.dim, index, count, "expert_shard" if shard.expert else "shard")
     assert tuple(local.shape) == shard.slice.shape, f"{name}: {tuple(local.shape)} here, {shard.slice.shape} expected"
     return OwnedParam(name, nn.Parameter(local, requires_grad=False), shard)
-
-
-@torch.no_grad()
-def _reduce(root: Any) -> None:
-    """Does what FSDP2 does at the end of a backward. FSDP2 does not see the end of a pipeline's backwards."""
-    for state in root._state_ctx.all_states:
-        for group in _groups(state):
-            group.post_backward()
-    root._root_post_backward_final_callback()

@@ -69,11 +69,11 @@ def extract(part: TensorSlice, whole: Tensor) -> Tensor:
     return boxes[0] if len(boxes) == 1 else torch.cat(boxes, part.dim)
 
 
-def replace_parameter(module: nn.Module, name: str, shape: tuple[int, ...]) -> None:
-    """Change the shape of a parameter that has no memory yet."""
+def replace_parameter(module: nn.Module, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> None:
+    """Change the shape or dtype of a parameter that has no memory yet."""
     old = module.get_parameter(name)
-    assert old.is_meta, f"{name} has memory already: cut it first"
-    new = nn.Parameter(torch.empty(shape, dtype=old.dtype, device="meta"), requires_grad=old.requires_grad)
+    assert old.is_meta, f"{name} has memory already: change it first"
+    new = nn.Parameter(torch.empty(shape, dtype=dtype or old.dtype, device="meta"), requires_grad=old.requires_grad)
     module.register_parameter(name, new)
 
 
@@ -146,10 +146,8 @@ class ShardedModel:
     def __post_init__(self) -> None:
         together = tuple(axis for axis in AXES if axis != "data" or not self.is_local_sgd)
         self.step_group = self.mesh.group(*together, use="step")
-        for one in self.owned:  # groups are made when all ranks make them
-            axes = one.shard.partial
-            if axes and axes not in self._partial:
-                self._partial[axes] = self.mesh.group(*axes, use="tensor")
+        for axes in dict.fromkeys(owned.shard.partial for owned in self.owned if owned.shard.partial):
+            self._partial[axes] = self.mesh.group(*axes, use="tensor")  # now, when all ranks make theirs
 
     @property
     def owned(self) -> list[OwnedParam]:
@@ -176,33 +174,28 @@ class ShardedModel:
         """Complete every gradient: over the samples, over the ranks that saw parts of them, over the copies of a tied embedding."""
         self.engine.finish()
         for axes, group in self._partial.items():
-            gradients = [one.gradient for one in self.owned if one.shard.partial == axes and one.gradient is not None]
-            _sum_together(gradients, group)
-        for one in self.owned:
-            if one.name in self.tied and one.gradient is not None:
-                self.tied[one.name].all_reduce(one.gradient)
+            _sum_together([o.gradient for o in self.owned if o.shard.partial == axes and o.gradient is not None], group)
+        for owned in self.owned:
+            if owned.name in self.tied and owned.gradient is not None:
+                self.tied[owned.name].all_reduce(owned.gradient)
 
     def norm(self) -> Tensor:
         """Euclidean norm of the whole gradient, in fp32 on the device, the same on all ranks."""
         terms: dict[float, list[Tensor]] = {}
-        for one in self.owned:
-            if one.gradient is not None and one.shard.counted and one.gradient.numel():
-                terms.setdefault(1 / self.copies(one.shard), []).append(one.gradient)
+        for owned in self.owned:
+            if owned.gradient is not None and owned.shard.counted and owned.gradient.numel():
+                terms.setdefault(1 / self.copies(owned.shard), []).append(owned.gradient)
         if list(terms) == [1 / self.step_group.size]:
             # Every rank has all gradients: no communication, and the same bits for any number of ranks.
-            return torch.linalg.vector_norm(torch.stack(_norms(next(iter(terms.values())))))
+            return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(next(iter(terms.values())), 2, torch.float32)))
         square = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         for share, gradients in terms.items():
-            square += torch.stack(_norms(gradients)).double().square().sum() * share
+            square += torch.stack(torch._foreach_norm(gradients, 2, torch.float32)).double().square().sum() * share
         return self.step_group.all_reduce(square).sqrt().float()
 
     def copies(self, shard: ParamShard) -> int:
         """How many ranks of this stage, of those that take a step together, hold the same slice."""
         return self.step_group.size // self.mesh.layout.pipeline // math.prod(self.mesh.size(axis) for axis in shard.split)
-
-
-def _norms(gradients: list[Tensor]) -> list[Tensor]:
-    return list(torch._foreach_norm(gradients, 2, torch.float32))
 
 
 def _sum_together(gradients: list[Tensor], group: Group) -> None:
