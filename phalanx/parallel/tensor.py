@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -165,6 +165,20 @@ class _Table:
         self.part, self.ranks, self.sequence = part, ranks, sequence
         self.dims = {name: dim_names(name, axes) for name, _ in part.named_parameters()}
         self.modules = dict(part.named_modules())
+        linears = [name for name, module in self.modules.items() if isinstance(module, nn.Linear)]
+        self.rows = [name for name in linears if self.dims[f"{name}.weight"][1] in CUT]
+        """Linear layers that read a cut dimension."""
+        self.heads = [name for name in linears if self.dims[f"{name}.weight"][0] == "vocab"]
+        """Linear layers that give logits."""
+        self.regions = list(dict.fromkeys(name.rpartition(".")[0] for name in self.rows))
+        """Modules that hold a linear layer which reads a cut dimension."""
+        self.routed = list(dict.fromkeys(self._dispatchers()))
+        """Modules that send tokens to experts: the nearest ones with a `dispatch` around parameters of experts."""
+        self.whole_kv = any("kv_heads" in dims for dims in self.dims.values()) and self.spec.kv % ranks != 0
+        """Whether there are key/value heads and the ranks cannot share them evenly."""
+        self.whole_vocabulary = not hasattr(part, "project") and not self.heads
+        """The model multiplies by its embedding in a way of its own: nobody can step in there, so every rank does all of it."""
+        self._row_biases = {f"{name}.bias" for name in self.rows}
 
     @property
     def spec(self) -> ModelSpec:
@@ -172,39 +186,10 @@ class _Table:
         assert isinstance(spec, ModelSpec), "build gives every model its spec"
         return spec
 
-    @cached_property
-    def rows(self) -> list[str]:
-        """Linear layers that read a cut dimension."""
-        return [name for name in self._linears if self.dims[f"{name}.weight"][1] in CUT]
-
-    @cached_property
-    def heads(self) -> list[str]:
-        """Linear layers that give logits."""
-        return [name for name in self._linears if self.dims[f"{name}.weight"][0] == "vocab"]
-
-    @cached_property
-    def regions(self) -> list[str]:
-        """Modules that hold a linear layer which reads a cut dimension."""
-        return list(dict.fromkeys(name.rpartition(".")[0] for name in self.rows))
-
-    @cached_property
-    def routed(self) -> list[str]:
-        """Modules that send tokens to experts: the nearest ones with a `dispatch` around parameters of experts."""
-        found = []
+    def _dispatchers(self) -> Iterator[str]:
         for name in (name for name, dims in self.dims.items() if "expert" in dims):
             around = [name.rsplit(".", depth)[0] for depth in range(1, name.count(".") + 1)]
-            found += [owner for owner in around if hasattr(self.modules[owner], "dispatch")][:1]
-        return list(dict.fromkeys(found))
-
-    @property
-    def whole_kv(self) -> bool:
-        """There are key/value heads and the ranks cannot share them evenly."""
-        return any("kv_heads" in dims for dims in self.dims.values()) and self.spec.kv % self.ranks != 0
-
-    @property
-    def whole_vocabulary(self) -> bool:
-        """The model multiplies by its embedding in a way of its own: nobody can step in there, so every rank does all of it."""
-        return not hasattr(self.part, "project") and not self.heads
+            yield from [owner for owner in around if hasattr(self.modules[owner], "dispatch")][:1]
 
     def cut(self, name: str) -> int | None:
         """The dimension of a parameter that is cut."""
@@ -263,14 +248,6 @@ class _Table:
                 "layout.sequence = true needs a model that gives its logits through a linear layer whose first dimension AXES "
                 "names 'vocab', or through an attribute `project`: take layout.sequence = false."
             )
-
-    @property
-    def _linears(self) -> list[str]:
-        return [name for name, module in self.modules.items() if isinstance(module, nn.Linear)]
-
-    @cached_property
-    def _row_biases(self) -> set[str]:
-        return {f"{name}.bias" for name in self.rows}
 
 
 def _shrink(module: nn.Module, leaf: str, shard: ParamShard) -> None:

@@ -50,16 +50,16 @@ class Offloader:
         self.stream = self.accelerator.stream(device)
         self._leaving: deque[tuple[Any, list[Tensor]]] = deque()
         """(event after the copies, their sources) of each block whose copies are in flight."""
-        self._last: weakref.ref[_BlockForward] | None = None
+        self._last: Callable[[], _BlockForward | None] = lambda: None
+        """A weak reference to the last block's forward."""
 
     def around(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         def offloaded(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
                 return forward(*args, **kwargs)
             shared = [leaf for leaf in tree_leaves((args[1:], kwargs)) if isinstance(leaf, Tensor)]
-            last = self._last() if self._last is not None else None
-            run = _BlockForward(self, last, {leaf.untyped_storage().data_ptr() for leaf in shared})
-            with saved_tensors_hooks(run.pack, _unpack):
+            run = _BlockForward(self, self._last, {leaf.untyped_storage().data_ptr() for leaf in shared})
+            with saved_tensors_hooks(run.pack, lambda packed: packed.restore() if isinstance(packed, _Offloaded) else packed):
                 out = forward(*args, **kwargs)
             self._last = weakref.ref(run)
             sources = run.take_sources()
@@ -81,11 +81,10 @@ class Offloader:
 class _BlockForward:
     """One forward of one block: decides which saved tensors are offloaded, and prefetches them together."""
 
-    def __init__(self, offloader: Offloader, previous: _BlockForward | None, shared: set[int]):
+    def __init__(self, offloader: Offloader, previous: Callable[[], _BlockForward | None], shared: set[int]):
         """`shared`: addresses of tensors that several blocks use, which stay on the device."""
-        self.offloader, self.stream, self._shared = offloader, offloader.stream, shared
-        self._previous = weakref.ref(previous) if previous is not None else None
-        self._tensors: list[weakref.ref[_Offloaded]] = []
+        self.offloader, self.stream, self._previous, self._shared = offloader, offloader.stream, previous, shared
+        self._tensors: weakref.WeakValueDictionary[int, _Offloaded] = weakref.WeakValueDictionary()
         self._prefetched = False
         # References to the tensors keep their addresses from being reused meanwhile.
         self._seen: dict[tuple[Any, ...], tuple[Tensor, _Offloaded]] = {}
@@ -96,7 +95,7 @@ class _BlockForward:
         key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor._version)
         if key not in self._seen:
             self._seen[key] = (tensor.detach(), _Offloaded(tensor, self))
-            self._tensors.append(weakref.ref(self._seen[key][1]))
+            self._tensors[len(self._seen)] = self._seen[key][1]
         offloaded = self._seen[key][1]
         offloaded.uses += 1
         return offloaded
@@ -119,12 +118,11 @@ class _BlockForward:
 
     def prefetch_previous(self) -> None:
         """Start fetching for the previous block, whose backward comes next; only once, as a backward may run in two passes."""
-        previous = self._previous() if self._previous is not None else None
+        previous = self._previous()
         if previous is not None and not previous._prefetched:
             previous._prefetched = True
-            for reference in previous._tensors:
-                if (tensor := reference()) is not None:
-                    tensor.fetch()
+            for tensor in list(previous._tensors.values()):
+                tensor.fetch()
 
 
 class _Offloaded:
@@ -172,10 +170,6 @@ class _Offloaded:
         return tensor
 
 
-def _unpack(packed: Tensor | _Offloaded) -> Tensor:
-    return packed.restore() if isinstance(packed, _Offloaded) else packed
-
-
 _FROM_PARAMETER = ("TBackward0", "TransposeBackward0", "ViewBackward0", "UnsafeViewBackward0", "ToCopyBackward0")
 
 
@@ -184,8 +178,7 @@ def _of_parameter(tensor: Tensor) -> bool:
     node = tensor.grad_fn
     while node is not None and node.name() in _FROM_PARAMETER:
         node = node.next_functions[0][0]
-    leaf = getattr(node, "variable", tensor)
-    return isinstance(leaf, nn.Parameter)
+    return isinstance(getattr(node, "variable", tensor), nn.Parameter)
 
 
 def _like(tensor: Tensor, device: torch.device, pinned: bool = False) -> Tensor:

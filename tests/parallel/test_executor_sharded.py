@@ -84,7 +84,7 @@ def steps(mesh: Mesh, name: str, device_mesh: DeviceMesh) -> dict[str, Tensor]:
             for parameter in {p for part in parts for p in part.parameters()}:
                 parameter.mul_(1.0 + 0.5 * step)
                 parameter.grad = None
-        pipeline.run(COUNT, forward, lambda logits, m: total(logits, data[m]), boundary)
+        pipeline.run(COUNT, forward, lambda logits, m: total(logits, data[m]), boundary, lambda part: None)
         for part in parts:
             reduce(part)
     return {n: p.grad.full_tensor() for part in parts for n, p in part.named_parameters()}  # type: ignore[union-attr]

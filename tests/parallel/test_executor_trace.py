@@ -100,7 +100,7 @@ def traced(mesh: Mesh, names: list[str], micro_batches: int) -> list[list[Timed]
             return parts[part](torch.tensor([[1.0, 0.0]], requires_grad=True) if given is None else given)
 
         pipeline.observer = trace = Trace(len(own), clock)
-        pipeline.run(micro_batches, forward, lambda y, m: y[:, 0].sum(), lambda m: ((1, 2), torch.float32))
+        pipeline.run(micro_batches, forward, lambda y, m: y[:, 0].sum(), lambda m: ((1, 2), torch.float32), lambda part: None)
         found.append(trace.timed)
     return found
 
@@ -124,9 +124,11 @@ def test_a_stage_that_returns_another_shape_is_named() -> None:
 
 def _misfit(mesh: Mesh) -> None:
     pipeline = Pipeline([Stage(0, Clock())], make("gpipe", 2, 1), mesh)
-    pipeline.run(
-        1, lambda part, given, m: torch.ones(1, 2, requires_grad=True), lambda y, m: y.sum(), lambda m: ((1, 3), torch.float32)
-    )
+
+    def forward(part: int, given: Tensor | None, m: int) -> Tensor:
+        return torch.ones(1, 2, requires_grad=True)
+
+    pipeline.run(1, forward, lambda y, m: y.sum(), lambda m: ((1, 3), torch.float32), lambda part: None)
 
 
 def test_costs_are_measured_and_shared() -> None:

@@ -52,7 +52,7 @@ def test_they_really_leave(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_parameters_and_small_tensors_stay() -> None:
-    packer = activations._BlockForward(activations.Offloader(CPU, 4096), None, set())
+    packer = activations._BlockForward(activations.Offloader(CPU, 4096), lambda: None, set())
     weight = torch.nn.Parameter(torch.ones(64, 64))
     for stays in (weight, weight.t(), weight.to(torch.bfloat16), weight.to(torch.bfloat16).t(), torch.ones(8)):
         assert packer.pack(stays) is stays

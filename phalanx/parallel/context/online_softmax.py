@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, NamedTuple, Protocol
 
@@ -34,29 +34,21 @@ class Tile(NamedTuple):
     """Whether documents limit visibility too."""
 
 
-@dataclass(eq=False, slots=True)
 class MaskPlan:
     """One batch of sequences of `length` positions, cut into `pieces` of equal length."""
 
-    length: int
-    pieces: int
-    documents: Tensor | None
-    """[B, length] in natural order; None where every sequence is one document."""
-    known: npt.NDArray[np.int64] | None = None
-    """`documents` on the host; None: a boundary may be anywhere, so every tile needs a mask."""
-    _classes: npt.NDArray[np.int8] | None = field(init=False, default=None)
-    _tiles: dict[tuple[tuple[int, ...], tuple[int, ...]], list[Tile]] = field(init=False, default_factory=dict)
-    _tables: dict[tuple[int, ...], Tensor] = field(init=False, default_factory=dict)
-
-    def __post_init__(self) -> None:
-        if self.documents is not None:
-            firsts = [first for first, _ in self._blocks(range(self.pieces))]
+    def __init__(self, length: int, pieces: int, documents: Tensor | None, known: npt.NDArray[np.int64] | None = None):
+        """`documents`: [B, length] in natural order; None where every sequence is one document. `known`: `documents` on the host; None:
+        a boundary may be anywhere, so every tile needs a mask."""
+        self.length, self.pieces, self.documents = length, pieces, documents
+        self._piece = length // pieces
+        self._classes: npt.NDArray[np.int8] | None = None
+        if documents is not None:
+            firsts = [first for first, _ in self._blocks(range(pieces))]
             mixed = np.full((len(firsts), len(firsts)), _MIXED, dtype=np.int8)
-            self._classes = mixed if self.known is None else _classify(self.known, firsts)
-
-    @property
-    def piece(self) -> int:
-        return self.length // self.pieces
+            self._classes = mixed if known is None else _classify(known, firsts)
+        self._tiles: dict[tuple[tuple[int, ...], tuple[int, ...]], list[Tile]] = {}
+        self._tables: dict[tuple[int, ...], Tensor] = {}
 
     def tiles(self, queries: Sequence[int], keys: Sequence[int]) -> list[Tile]:
         """What to compute between the given pieces, both in rising order; the tile with a query's own position comes first."""
@@ -77,7 +69,7 @@ class MaskPlan:
 
     def _plain(self, queries: tuple[int, ...], keys: tuple[int, ...]) -> list[Tile]:
         """Tiles of pieces without a document boundary."""
-        size = self.piece
+        size = self._piece
         if queries == keys:
             return [Tile((0, len(queries) * size), (0, len(keys) * size), causal=True, masked=False)]
         tiles: list[Tile] = []
@@ -103,9 +95,10 @@ class MaskPlan:
     def _divided(self, queries: tuple[int, ...], keys: tuple[int, ...]) -> list[Tile]:
         """Tiles block by block: adjacent keys of one class together, and none where queries and keys share no document."""
         assert self._classes is not None
-        columns = list(zip(self._numbers(keys), self._places(keys), strict=True))
+        # Places are those in a tensor that holds these pieces concatenated.
+        columns = list(zip(self._numbers(keys), self._blocks(range(len(keys))), strict=True))
         tiles: list[Tile] = []
-        for row, rows in zip(self._numbers(queries), self._places(queries), strict=True):
+        for row, rows in zip(self._numbers(queries), self._blocks(range(len(queries))), strict=True):
             kinds = self._classes[row]
             seen = [(int(kinds[number]), number == row, place) for number, place in columns if number <= row]
             runs: list[Tile] = []
@@ -126,19 +119,15 @@ class MaskPlan:
 
     def _blocks(self, pieces: Sequence[int]) -> list[tuple[int, int]]:
         """(first, end) of each block of the given pieces; a piece's last block may be short."""
-        size = self.piece
+        size = self._piece
         return [
             (piece * size + first, piece * size + min(first + _BLOCK, size))
             for piece in pieces
             for first in range(0, size, _BLOCK)
         ]
 
-    def _places(self, pieces: tuple[int, ...]) -> list[tuple[int, int]]:
-        """The same in a tensor that holds these pieces concatenated."""
-        return self._blocks(range(len(pieces)))
-
     def _numbers(self, pieces: tuple[int, ...]) -> list[int]:
-        each = -(-self.piece // _BLOCK)
+        each = -(-self._piece // _BLOCK)
         return [piece * each + block for piece in pieces for block in range(each)]
 
 

@@ -32,6 +32,8 @@ Boundary = Callable[[int], tuple[Sequence[int], torch.dtype]]
 """Shape and dtype of the activations between stages, of a micro-batch."""
 Forward = Callable[[int, Tensor | None, int], Any]
 """Runs a stage: (index of the rank's stage, output of the previous stage or None for the first, micro-batch) → output."""
+LossOf = Callable[[Any, int], Tensor]
+"""From the last stage's output and the micro-batch, the scalar to differentiate."""
 
 _REPEATS = 5
 """Timed runs of a measured stage."""
@@ -66,8 +68,7 @@ class Pipeline:
         `halves`: False where a graph can be traversed only once, as with selective recomputation. Then the input half of a backward
         computes all of it.
         """
-        self._halves = halves
-        self.schedule, self._mesh, self._rank = schedule, mesh, mesh.coordinate("pipeline")
+        self.schedule, self._rank, self._halves = schedule, mesh.coordinate("pipeline"), halves
         assert len(parts) == len(schedule.stages_of(self._rank))
         self.observer = PipelineObserver()
         # FSDP2's modules, recognized by a method: importing their class takes seconds.
@@ -82,19 +83,9 @@ class Pipeline:
         self._p2p = P2P(mesh)
         self._p2p.connect(connections(schedule))
 
-    def run(
-        self,
-        count: int,
-        forward: Forward,
-        loss: Callable[[Any, int], Tensor],
-        boundary: Boundary,
-        after_weight: Callable[[int], None] = lambda part: None,
-    ) -> None:
-        """Forward and backward of `count` micro-batches.
-
-        `loss`: from the last stage's output and the micro-batch, the scalar to differentiate. `after_weight`: called with the
-        stage's index each time that gradients have been added to all its weights.
-        """
+    def run(self, count: int, forward: Forward, loss: LossOf, boundary: Boundary, after_weight: Callable[[int], None]) -> None:
+        """Forward and backward of `count` micro-batches. `after_weight`: called with the stage's index each time that gradients have
+        been added to all its weights."""
         self._begin()
         if count not in self._actions:
             self._actions[count] = rank_actions(resized(self.schedule, count), self._rank)
@@ -151,9 +142,7 @@ class Pipeline:
             )
         self._p2p.send(result, action.receiver)
 
-    def _execute(
-        self, action: RankAction, received: Tensor | None, forward: Forward, loss: Callable[[Any, int], Tensor]
-    ) -> Tensor | None:
+    def _execute(self, action: RankAction, received: Tensor | None, forward: Forward, loss: LossOf) -> Tensor | None:
         if action.kind == "F":
             return self._forward(action, received, forward, loss)
         if action.kind != "W":
@@ -161,9 +150,7 @@ class Pipeline:
         self._deferred.pop((action.stage, action.micro_batch))()
         return None
 
-    def _forward(
-        self, action: RankAction, received: Tensor | None, forward: Forward, loss: Callable[[Any, int], Tensor]
-    ) -> Tensor | None:
+    def _forward(self, action: RankAction, received: Tensor | None, forward: Forward, loss: LossOf) -> Tensor | None:
         if received is not None:
             received.requires_grad_()
         output = forward(action.part, received, action.micro_batch)
