@@ -49,7 +49,7 @@ def split(parts: Sequence[nn.Module], shards: Mapping[str, ParamShard], axes: Ax
                 result[name] = _cut(result[name], dims, mesh)
                 replace_parameter(layer.experts, name.rpartition(".")[2], result[name].slice.shape)
             local: Any = layer.parent.dispatch
-            layer.parent.dispatch = Dispatch(local, count, expert_groups(mesh), mesh.environment)  # type: ignore[assignment]
+            layer.parent.dispatch = Dispatch(local, _distributed(layer.experts, count, mesh))  # type: ignore[assignment]
     return result
 
 
@@ -65,7 +65,7 @@ def applied(parts: Sequence[nn.Module], shards: Mapping[str, ParamShard], axes: 
                 for part, all_, dim in zip(shape, whole, dims, strict=True)
                 if dim in ("expert", "ffn")
             ]
-            return f"{name}: {', '.join(words)}; tokens travel among {dispatch.groups.everyone.size} ranks"
+            return f"{name}: {', '.join(words)}; tokens travel among {dispatch.experts.everyone.size} ranks"
     return None
 
 
@@ -130,36 +130,14 @@ def _cut(shard: ParamShard, dims: tuple[str, ...], mesh: Mesh) -> ParamShard:
 
 
 @dataclass(frozen=True, slots=True)
-class ExpertGroups:
-    """The ranks that together hold all experts of a layer."""
-
-    across: Group
-    """Ranks that hold other experts."""
-    within: Group
-    """Ranks that hold other slices of this rank's experts."""
-    everyone: Group
-    """All of them; `within` varies fastest."""
-
-
-def expert_groups(mesh: Mesh) -> ExpertGroups:
-    across, within = mesh.group("expert", use="expert"), mesh.group("expert_tensor", use="expert tensor")
-    if across.size == 1 or within.size == 1:
-        return ExpertGroups(across, within, max(across, within, key=lambda group: group.size))
-    return ExpertGroups(across, within, mesh.group("expert", "expert_tensor", use="expert"))
-
-
-@dataclass(frozen=True, slots=True)
 class Dispatch:
     """A layer's own dispatch, with experts that are distributed over ranks."""
 
     local: Callable[..., Tensor]
-    count: int
-    """Experts of the layer on all ranks."""
-    groups: ExpertGroups
-    environment: Environment
+    experts: DistributedExperts
 
     def __call__(self, x_TD: Tensor, chosen_TK: Tensor, weights_TK: Tensor, experts: Callable[..., Tensor], /) -> Tensor:
-        return self.local(x_TD, chosen_TK, weights_TK, DistributedExperts(experts, self.count, self.groups, self.environment))
+        return self.local(x_TD, chosen_TK, weights_TK, replace(self.experts, own=experts))
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,26 +150,30 @@ class DistributedExperts:
 
     own: Callable[..., Tensor]
     count: int
-    """Read by the layer's own dispatch."""
-    groups: ExpertGroups
+    """Experts of the layer on all ranks. Read by the layer's own dispatch."""
+    across: Group
+    """Ranks that hold other experts."""
+    within: Group
+    """Ranks that hold other slices of this rank's experts."""
+    everyone: Group
+    """All of them; `within` varies fastest."""
     environment: Environment
 
     def __call__(self, x_RD: Tensor, counts_E: Tensor) -> Tensor:
-        across, within = self.groups.across, self.groups.within
         routes = self._agree(counts_E, len(x_RD))
-        x_RD = across.exchange(x_RD, routes.sent, routes.received)
-        x_RD = _gather(x_RD, within, routes.sizes)
+        x_RD = self.across.exchange(x_RD, routes.sent, routes.received)
+        x_RD = _gather(x_RD, self.within, routes.sizes)
         order_R, inverse_R = routes.order()
         y_RD = self.own(_Reorder.apply(x_RD, order_R, inverse_R), routes.counts_QPL.sum((0, 1)))
-        y_RD = _scatter(_Reorder.apply(y_RD, inverse_R, order_R), within, routes.sizes)
-        return across.exchange(y_RD, routes.received, routes.sent)
+        y_RD = _scatter(_Reorder.apply(y_RD, inverse_R, order_R), self.within, routes.sizes)
+        return self.across.exchange(y_RD, routes.received, routes.sent)
 
     def _agree(self, counts_E: Tensor, rows: int) -> _Routes:
         """Tell every rank how many rows its experts get from this one: one small exchange.
 
         Message lengths must be known on the host. A GPU is waited for here, once in a layer's forward and never in a backward.
         """
-        across, within, everyone = self.groups.across, self.groups.within, self.groups.everyone
+        across, within, everyone = self.across, self.within, self.everyone
         counts_PL = counts_E.view(across.size, -1)
         ones = [1] * everyone.size
         counts_PQL = everyone.all_to_all(counts_PL.repeat_interleave(within.size, 0), ones, ones)
@@ -200,6 +182,14 @@ class DistributedExperts:
         known = self.environment.expert_rows(torch.cat((counts_PL.sum(-1), received_P, sizes_Q)), across, within, rows)
         sent, received, sizes = known[: across.size], known[across.size : -within.size], known[-within.size :]
         return _Routes(sent, received, sizes, counts_PQL.transpose(0, 1))
+
+
+def _distributed(own: nn.Module, count: int, mesh: Mesh) -> DistributedExperts:
+    across, within = mesh.group("expert", use="expert"), mesh.group("expert_tensor", use="expert tensor")
+    everyone = max(across, within, key=lambda group: group.size)
+    if across.size > 1 and within.size > 1:
+        everyone = mesh.group("expert", "expert_tensor", use="expert")
+    return DistributedExperts(own, count, across, within, everyone, mesh.environment)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ import csv
 import io
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -121,48 +121,44 @@ class Schedule:
 
     def problems(self) -> list[str]:
         """Why the schedule cannot be executed, one sentence each; empty if it can."""
-        return self._unknown_actions() or [*self._misplaced_stages(), *self._wrong_counts()] or self._deadlocks()
+        idle = (f"rank {rank} has nothing to do" for rank, row in enumerate(self.actions) if not row)
+        return (
+            _first_few(self._unknown_actions())
+            or [*_first_few(self._divided_stages()), *_first_few(idle), *_first_few(self._wrong_counts())]
+            or _first_few(self._deadlocks())
+        )
 
-    def _unknown_actions(self) -> list[str]:
-        problems = []
+    def _unknown_actions(self) -> Iterator[str]:
         if len(self.actions) != self.ranks:
-            problems.append(f"it has actions for {len(self.actions)} ranks, not for {self.ranks}")
+            yield f"it has actions for {len(self.actions)} ranks, not for {self.ranks}"
         for rank, row in enumerate(self.actions):
             for a in row:
                 if a.kind not in KINDS or not (0 <= a.stage < self.stages and 0 <= a.micro_batch < self.micro_batches):
                     limits = f"stages 0 to {self.stages - 1} and micro-batches 0 to {self.micro_batches - 1}"
-                    problems.append(f"rank {rank} has the action {a}, but there are only {limits}, of kinds F, B, I and W")
-        return _first_few(problems)
+                    yield f"rank {rank} has the action {a}, but there are only {limits}, of kinds F, B, I and W"
 
-    def _misplaced_stages(self) -> list[str]:
+    def _divided_stages(self) -> Iterator[str]:
         homes: dict[int, set[int]] = {}
         for rank, row in enumerate(self.actions):
             for action in row:
                 homes.setdefault(action.stage, set()).add(rank)
-        several = [
-            f"stage {stage} is on ranks {' and '.join(map(str, sorted(ranks)))}: a stage's weights are on one rank only"
-            for stage, ranks in sorted(homes.items())
-            if len(ranks) > 1
-        ]
-        idle = [f"rank {rank} has nothing to do" for rank, row in enumerate(self.actions) if not row]
-        return _first_few(several) + _first_few(idle)
+        for stage, ranks in sorted(homes.items()):
+            if len(ranks) > 1:
+                yield f"stage {stage} is on ranks {' and '.join(map(str, sorted(ranks)))}: a stage's weights are on one rank only"
 
-    def _wrong_counts(self) -> list[str]:
+    def _wrong_counts(self) -> Iterator[str]:
         times = Counter(action for row in self.actions for action in row)
         least = 2 * self.stages * self.micro_batches
         if times.total() < least:
             need = f"{self.stages} stages and {self.micro_batches} micro-batches need at least {least}"
-            return [f"it has {times.total()} actions, but {need}: both are numbered from 0 without gaps"]
-        problems = []
+            yield f"it has {times.total()} actions, but {need}: both are numbered from 0 without gaps"
+            return
         for stage in range(self.stages):
             for micro_batch in range(self.micro_batches):
                 f, b, i, w = (times[Action(kind, stage, micro_batch)] for kind in "FBIW")
                 if f != 1 or (b, i, w) not in ((1, 0, 0), (0, 1, 1)):
                     has = f"{f} F, {b} B, {i} I and {w} W"
-                    problems.append(
-                        f"stage {stage} has {has} of micro-batch {micro_batch}: it needs one F, and one B or one I and one W"
-                    )
-        return _first_few(problems)
+                    yield f"stage {stage} has {has} of micro-batch {micro_batch}: it needs one F, and one B or one I and one W"
 
     def runnable(self) -> Iterator[tuple[int, Action]]:
         """(rank, action) as the ranks follow their lists, until all are done or none can continue."""
@@ -179,24 +175,22 @@ class Schedule:
                     position[rank] += 1
                     progress = True
 
-    def _deadlocks(self) -> list[str]:
+    def _deadlocks(self) -> Iterator[str]:
         """The ranks that are stuck when all ranks follow their lists, and the action each one waits for."""
         run = list(self.runnable())
         done, progress = {action for _, action in run}, Counter(rank for rank, _ in run)
-        problems = []
         for rank, row in enumerate(self.actions):
             if progress[rank] < len(row):
                 action = row[progress[rank]]
                 missing = next(need for need in self.needs(action) if need not in done)
-                problems.append(
-                    f"rank {rank} waits forever: {action}, its action {progress[rank] + 1}, needs {missing}, which never comes before it"
-                )
-        return _first_few(problems)
+                where = f"{action}, its action {progress[rank] + 1}"
+                yield f"rank {rank} waits forever: {where}, needs {missing}, which never comes before it"
 
 
-def _first_few(problems: list[str]) -> list[str]:
-    more = len(problems) - _MAX_PROBLEMS
-    return problems if more <= 0 else [*problems[:_MAX_PROBLEMS], f"and {more} more of the kind"]
+def _first_few(problems: Iterable[str]) -> list[str]:
+    every = list(problems)
+    more = len(every) - _MAX_PROBLEMS
+    return every if more <= 0 else [*every[:_MAX_PROBLEMS], f"and {more} more of the kind"]
 
 
 def dump(schedule: Schedule) -> str:

@@ -174,10 +174,11 @@ class AllGather:
     def __init__(self, group: Group):
         self._group = group
         self.pieces: tuple[int, ...] = piece_pair(group.index, group.size)
+        self._by_rank = [piece for index in range(group.size) for piece in piece_pair(index, group.size)]
 
     def forward(self, k: Tensor, v: Tensor) -> Iterator[Part]:
         """All in natural order, with one collective."""
-        _, natural = self._orders()
+        natural = [self._by_rank.index(piece) for piece in range(len(self._by_rank))]
         both = _pieces(self._group.all_gather(torch.cat((k, v), dim=-1), 2), natural)
         k, v = both.split((k.shape[-1], v.shape[-1]), dim=-1)
         yield range(2 * self._group.size), k, v
@@ -187,14 +188,8 @@ class AllGather:
         widths = k.shape[-1], v.shape[-1]
         gradients = torch.zeros(*part[1].shape[:3], sum(widths), dtype=wide(k.dtype), device=k.device)
         visit(part, *gradients.split(widths, dim=-1))
-        by_rank, _ = self._orders()
-        dk, dv = self._group.reduce_scatter(_pieces(gradients, by_rank), 2).split(widths, dim=-1)
+        dk, dv = self._group.reduce_scatter(_pieces(gradients, self._by_rank), 2).split(widths, dim=-1)
         return dk, dv
-
-    def _orders(self) -> tuple[list[int], list[int]]:
-        """The pieces in rank order, and the index of each piece in that order."""
-        by_rank = [piece for index in range(self._group.size) for piece in piece_pair(index, self._group.size)]
-        return by_rank, [by_rank.index(piece) for piece in range(len(by_rank))]
 
 
 def _pieces(x_BKSE: Tensor, order: Sequence[int]) -> Tensor:

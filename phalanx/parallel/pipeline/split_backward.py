@@ -20,20 +20,8 @@ from torch.utils.checkpoint import GraphExecGroup
 _Leaf = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
 
 
-class _Capture:
-    """Records the gradients that arrive at a node, for the second half."""
-
-    __slots__ = ("gradients",)
-
-    def __init__(self) -> None:
-        self.gradients: tuple[Tensor | None, ...] = ()
-
-    def __call__(self, gradients: tuple[Tensor | None, ...]) -> None:
-        self.gradients = gradients
-
-
-WeightBackward = list[tuple[Node, _Capture, list[Tensor]]]
-"""The second half: nodes to continue from, their gradients, and the weights to reach."""
+WeightBackward = list[tuple[Node, list[tuple[Tensor | None, ...]], list[Tensor]]]
+"""The second half: nodes to continue from, the gradients that arrived at them in the first half, and the weights to reach."""
 
 
 def backward_input(output: GradientEdge, gradient: Tensor | None, input_: Tensor) -> WeightBackward:
@@ -46,9 +34,9 @@ def backward_input(output: GradientEdge, gradient: Tensor | None, input_: Tensor
         whole = compiled or isinstance(node, BackwardCFunction)
         later = [] if whole else [weight for weight in weights if users[weight] == 1 and weight.ndim > 1]
         if later:
-            capture = _Capture()
-            node.register_prehook(capture)
-            rest.append((node, capture, later))
+            arrived: list[tuple[Tensor | None, ...]] = []
+            node.register_prehook(arrived.append)
+            rest.append((node, arrived, later))
         now.update((weight, None) for weight in weights if not any(weight is other for other in later))
     torch.autograd.backward([output], [gradient], retain_graph=bool(rest), inputs=tuple(now))
     return rest
@@ -59,13 +47,11 @@ def backward_weight(rest: WeightBackward) -> None:
     # Blocks with recomputation repeat their forward once more for this half; as a group, not for each weight.
     with GraphExecGroup():
         while rest:
-            node, capture, weights = rest.pop()
-            edges_and_gradients = [
-                (GradientEdge(node, i), gradient) for i, gradient in enumerate(capture.gradients) if gradient is not None
-            ]
-            if edges_and_gradients:
-                edges, gradients = zip(*edges_and_gradients, strict=True)
-                torch.autograd.backward(edges, gradients, inputs=weights)
+            node, arrived, weights = rest.pop()
+            known = [(index, gradient) for index, gradient in enumerate(arrived[0] if arrived else ()) if gradient is not None]
+            if known:
+                edges = [GradientEdge(node, index) for index, _ in known]
+                torch.autograd.backward(edges, [gradient for _, gradient in known], inputs=weights)
 
 
 def _crossings(root: Node, input_: Tensor) -> tuple[list[tuple[Node, list[Tensor]]], bool]:
