@@ -16,7 +16,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,7 +26,7 @@ from phalanx.observe.comm_timer import wait
 from phalanx.parallel.buckets import Bucket, FlatBucket, ModelParam, ShardBucket, flat_bundles, model_params, shard_bundles
 from phalanx.parallel.group import Group
 from phalanx.parallel.mesh import Mesh
-from phalanx.parallel.sharded_model import Axes, OwnedParam, ParamShard, Recipe, dim_names, replace_parameter
+from phalanx.parallel.sharded_model import Axes, Engine, OwnedParam, ParamShard, Recipe, dim_names, replace_parameter
 from phalanx.spec.errors import RunError
 
 _IN_FLIGHT = 2
@@ -84,7 +83,7 @@ def build(
     return DataParallel(model_params(parts, shards), mesh, recipe.fill, sharding)
 
 
-class DataParallel:
+class DataParallel(Engine):
     """The engine: sums each parameter's gradient on the rank that owns it, and distributes the values that the owner computes."""
 
     def __init__(
@@ -192,10 +191,6 @@ class DataParallel:
             f"optimizer state of {own:,} of {total:,} elements, {gradients}, parameters whole in {dtypes}; {example}, "
             f"among {self.buckets[0].group.size} ranks"
         )
-
-    def waits(self) -> list[tuple[Any, str]]:
-        """None: all waiting goes through `observe/comm_timer`."""
-        return []
 
     def _line_up(self) -> None:
         self._line = self._trained if self._begun == self._count - 1 else self._every_backward

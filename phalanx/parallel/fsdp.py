@@ -36,12 +36,12 @@ from phalanx.parallel.data_parallel import (
 )
 from phalanx.parallel.group import Group
 from phalanx.parallel.mesh import Mesh
-from phalanx.parallel.sharded_model import OwnedParam, ParamShard, Recipe
+from phalanx.parallel.sharded_model import Engine, OwnedParam, ParamShard, Recipe
 
 _CONTAINERS = (nn.ModuleDict, nn.ModuleList, nn.Sequential)
 
 
-class FullySharded:
+class FullySharded(Engine):
     """The engine. Gradients are sums: FSDP2's division by the number of ranks is switched off everywhere."""
 
     def __init__(self, parts: list[nn.Module], shards: dict[str, ParamShard], mesh: Mesh, recipe: Recipe, how: Sharding):
@@ -185,33 +185,27 @@ def _wrap(
     )
     left = set(whole)
     ignored = {parameter for part in parts for name, parameter in part.named_parameters() if name in left}
-    common: dict[str, Any] = {"mp_policy": policy, "ignored_params": ignored}
+
+    def shard(module: nn.Module, on: DeviceMesh, reshard: bool | None = not how.keep_gathered, **placement: Any) -> None:
+        fully_shard(module, mesh=on, reshard_after_forward=reshard, mp_policy=policy, ignored_params=ignored, **placement)
+        sharded = cast(FSDPModule, module)
+        # The two together give a plain sum on every backend and for every number of ranks.
+        sharded.set_gradient_divide_factor(1.0)
+        sharded.set_force_sum_reduction_for_comms(True)
+        if not accelerator.of(mesh.device).asynchronous:  # on a GPU they run beside the computation: their time is no waiting
+            sharded.set_custom_all_gather(_AllGather())
+            sharded.set_custom_reduce_scatter(_ReduceScatter())
+
     dense = _device_mesh(*how.groups(mesh), mesh)
-    wrapped: list[nn.Module] = []
     for part in parts:
         owners = [name.rpartition(".")[0] for name, _ in part.named_parameters() if shards[name].expert and name not in left]
         for owner in dict.fromkeys(owners):
             groups = how.groups(mesh, expert=True)
-            wrapped.append(part.get_submodule(owner))
-            fully_shard(
-                wrapped[-1],
-                mesh=_device_mesh(*groups, mesh),
-                reshard_after_forward=not how.keep_gathered,
-                shard_placement_fn=partial(_experts_placement, ranks=groups[0].size),
-                **common,
-            )
+            placement = partial(_experts_placement, ranks=groups[0].size)
+            shard(part.get_submodule(owner), _device_mesh(*groups, mesh), shard_placement_fn=placement)
         for block in _blocks(part):
-            wrapped.append(block)
-            fully_shard(block, mesh=dense, reshard_after_forward=not how.keep_gathered, **common)
-        wrapped.append(part)
-        fully_shard(part, mesh=dense, reshard_after_forward=False if how.keep_gathered else None, **common)
-    for module in cast(list[FSDPModule], wrapped):
-        # The two together give a plain sum on every backend and for every number of ranks.
-        module.set_gradient_divide_factor(1.0)
-        module.set_force_sum_reduction_for_comms(True)
-        if not accelerator.of(mesh.device).asynchronous:  # on a GPU they run beside the computation: their time is no waiting
-            module.set_custom_all_gather(_AllGather())
-            module.set_custom_reduce_scatter(_ReduceScatter())
+            shard(block, dense)
+        shard(part, dense, reshard=False if how.keep_gathered else None)
 
 
 class _AllGather(DefaultAllGather):

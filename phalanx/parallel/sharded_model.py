@@ -102,6 +102,7 @@ class Engine(Protocol):
 
     def waits(self) -> list[tuple[Any, str]]:
         """Methods, as (object, name), in which the engine waits for other ranks outside of `observe/comm_timer`."""
+        return []
 
 
 Loss = Callable[[Any, Tensor], Tensor]
@@ -163,12 +164,6 @@ class ShardedModel:
     def reports_loss(self) -> bool:
         """Whether this rank reports the loss: one of the ranks of the last stage that compute the same."""
         return self.mesh.coordinate("tensor") == 0 and any(getattr(part, "is_last_stage", True) for part in self.parts)
-
-    def begin(self, micro_batches: int, pipelined: bool = False) -> None:
-        self.engine.begin(micro_batches, pipelined)
-
-    def after_backward(self, part: int | None = None) -> None:
-        self.engine.after_backward(part)
 
     def finish(self) -> None:
         """Complete every gradient: over the samples, over the ranks that saw parts of them, over the copies of a tied embedding."""

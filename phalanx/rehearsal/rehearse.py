@@ -18,7 +18,7 @@ from itertools import accumulate, islice
 
 from torch._subclasses import fake_tensor
 
-from phalanx.parallel.pipeline.rank_actions import rank_actions
+from phalanx.parallel.pipeline.executor import rank_actions
 from phalanx.rehearsal import ledger as memory
 from phalanx.rehearsal.fake_gpu import RehearsalDevice
 from phalanx.rehearsal.ledger import COMPONENTS, Ledger, ProgramLocation

@@ -26,8 +26,7 @@ from phalanx.observe.comm_timer import COMM_TIMER, replaced
 from phalanx.optim.optimizer import Resources, learning_rate
 from phalanx.parallel.group import Group
 from phalanx.parallel.mesh import Environment, Mesh
-from phalanx.parallel.pipeline.executor import PipelineObserver
-from phalanx.parallel.pipeline.rank_actions import RankAction
+from phalanx.parallel.pipeline.executor import PipelineObserver, RankAction
 from phalanx.parallel.sharded_model import OwnedParam, ParamShard
 from phalanx.rehearsal import fake_gpu
 from phalanx.rehearsal.fake_gpu import RehearsalDevice

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
@@ -113,11 +114,7 @@ class Schedule:
 
     @staticmethod
     def _peak(row: tuple[Action, ...], change: dict[str, int]) -> int:
-        count = peak = 0
-        for action in row:
-            count += change.get(action.kind, 0)
-            peak = max(peak, count)
-        return peak
+        return max(accumulate((change.get(action.kind, 0) for action in row), initial=0))
 
     def problems(self) -> list[str]:
         """Why the schedule cannot be executed, one sentence each; empty if it can."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from phalanx.spec.errors import RunError
 from phalanx.spec.model import ModelSpec
@@ -30,9 +31,7 @@ def cut(costs: Sequence[float], first: float, last: float, stages: int) -> list[
     if not 1 <= stages <= blocks:
         remedy = "take fewer pipeline ranks or stages, or more layers"
         raise RunError(f"{blocks} layers cannot be split into {stages} pipeline stages, which need at least one each: {remedy}")
-    total = [0.0]
-    for cost in costs:
-        total.append(total[-1] + cost)
+    total = list(accumulate(costs, initial=0.0))
 
     def price(stage: int, begin: int, stop: int) -> float:
         return total[stop] - total[begin] + (first if stage == 0 else 0.0) + (last if stage == stages - 1 else 0.0)

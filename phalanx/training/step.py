@@ -134,7 +134,7 @@ class Stepper:
         """Gradients of the global batch, summed over micro-batches and ranks and divided by its capacity in tokens."""
         with span("compute"):
             totals = StepTotals(self.sharded, self._loads)
-            self.sharded.begin(len(batches), pipelined=self._pipeline is not None)
+            self.sharded.engine.begin(len(batches), pipelined=self._pipeline is not None)
             self._loads.reset()
             for router in self._routers.values():
                 router.loss_scale = self.scale.value / self._capacity  # the balancing loss is divided as the loss is
@@ -185,7 +185,7 @@ class Stepper:
         )
 
     def _after_backward(self, part: int | None = None) -> None:
-        self.observer.run("after_backward", self.sharded.after_backward, part)
+        self.observer.run("after_backward", self.sharded.engine.after_backward, part)
 
     def losses(self, output: Any, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """The reported loss, and the loss of the backward, which includes multi-token prediction where the model has it. Both are sums."""

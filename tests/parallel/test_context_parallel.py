@@ -243,7 +243,7 @@ def step(mesh: Mesh, spec: ModelSpec, method: str, kind: str, how: str) -> tuple
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     total = torch.zeros(())
     each = 2 // mesh.layout.replicas
-    placed.begin(each)
+    placed.engine.begin(each)
     for number in range(mesh.replica * each, (mesh.replica + 1) * each):
         tokens, targets, positions, table = batch(number, kind)
         mine = [here(mesh, method, x, 1) for x in (tokens, targets, positions)]
@@ -252,7 +252,7 @@ def step(mesh: Mesh, spec: ModelSpec, method: str, kind: str, how: str) -> tuple
             with torch.no_grad():
                 assert loss(model, *mine, table).item() == found.item()
         found.backward()
-        placed.after_backward()
+        placed.engine.after_backward()
         total += found.detach()
     placed.finish()
     shares = mesh.layout.ranks // mesh.layout.replicas // mesh.size("context")  # ranks that have the same to tell

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from phalanx.models.decoder import Decoder
 from phalanx.parallel.mesh import Mesh
-from phalanx.parallel.pipeline.executor import Pipeline, PipelineObserver, tied_group
-from phalanx.parallel.pipeline.rank_actions import RankAction
+from phalanx.parallel.pipeline.executor import Pipeline, PipelineObserver, RankAction, tied_group
 from phalanx.schedules.actions import Action
 from phalanx.schedules.makers import NAMES, make
 from phalanx.schedules.stage_split import cut, flop_costs

@@ -12,8 +12,7 @@ from ranks import ALONE, run_ranks
 from torch import Tensor, nn
 
 from phalanx.parallel.mesh import Mesh
-from phalanx.parallel.pipeline.executor import Pipeline, PipelineObserver, measure_costs
-from phalanx.parallel.pipeline.rank_actions import RankAction
+from phalanx.parallel.pipeline.executor import Pipeline, PipelineObserver, RankAction, measure_costs
 from phalanx.schedules.actions import Action
 from phalanx.schedules.makers import make
 from phalanx.schedules.timing import Durations, Timed, Timeline, bubble, simulate

@@ -90,14 +90,14 @@ def gradients(mesh: Mesh, kind: str, crowded: bool, compute: torch.dtype | None)
     steer(model, crowded)
     own = torch.arange(SEQUENCES).chunk(mesh.layout.replicas)[mesh.replica]
     batches = own.split(SEQUENCES if mesh.ranks == 1 else 2)
-    placed.begin(len(batches))
+    placed.engine.begin(len(batches))
     total = torch.zeros(1, dtype=torch.float64)
     for batch in batches:
         with torch.autocast("cpu", dtype=compute or torch.bfloat16, enabled=compute is not None):
             found = loss(model, int(batch[0]), int(batch[-1]) + 1, placed.loss)
         total += found.detach()
         found.backward()
-        placed.after_backward()
+        placed.engine.after_backward()
     placed.finish()
     boxes = {one.name: (one.gradient, one.shard) for one in placed.owned if one.gradient is not None}
     found_wholes = wholes(boxes, mesh)
@@ -213,9 +213,9 @@ def sequence_gradients(mesh: Mesh, moe: Moe) -> dict[str, Tensor]:
         spot = spots[name] if spots[name].expert else replace(spots[name], partial=("tensor",))
         held.append(OwnedParam(name, parameter, spot))
     placed = ShardedModel([layer], mesh, replicated(held, mesh), summed_loss)
-    placed.begin(1)
+    placed.engine.begin(1)
     layer(x).square().sum().backward()
-    placed.after_backward()
+    placed.engine.after_backward()
     placed.finish()
     return wholes({one.name: (one.gradient, one.shard) for one in placed.owned if one.gradient is not None}, mesh)
 

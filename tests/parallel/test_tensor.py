@@ -120,10 +120,10 @@ def train(placed: ShardedModel, compute: str = "fp32") -> tuple[float, dict[str,
     for part in placed.parts:
         for router in routers(part).values():
             router.loss_scale = 0.5
-    placed.begin(1)
+    placed.engine.begin(1)
     loss, whole = losses(placed, compute)
     (0.5 * whole).backward()
-    placed.after_backward()
+    placed.engine.after_backward()
     placed.finish()
     gradients = wholes({one.name: (one.gradient, one.shard) for one in placed.owned if one.gradient is not None}, placed.mesh)
     for one in placed.owned:  # what several ranks hold is alike on all

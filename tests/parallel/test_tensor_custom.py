@@ -79,10 +79,10 @@ def train(mesh: Mesh, tied: bool, sequence: bool, length: int) -> tuple[float, d
         for one in held:
             fill(one.value, 1, one.name, SPEC, one.shard.slice, {"*": "normal"})
     placed = ShardedModel([model], mesh, replicated(held, mesh), loss)
-    placed.begin(1)
+    placed.engine.begin(1)
     total = loss(model(TOKENS[:, :length], torch.arange(length).expand(2, length)), TOKENS.roll(1)[:, :length])
     total.backward()
-    placed.after_backward()
+    placed.engine.after_backward()
     placed.finish()
     return total.item(), wholes({one.name: (one.gradient, one.shard) for one in placed.owned}, mesh), spots
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from statistics import median
 from typing import Any, NamedTuple
@@ -22,7 +23,6 @@ from phalanx import accelerator
 from phalanx.observe.comm_timer import timed_collective, wait
 from phalanx.parallel.group import Group
 from phalanx.parallel.mesh import Mesh
-from phalanx.parallel.pipeline.rank_actions import RankAction, connections, rank_actions
 from phalanx.parallel.pipeline.split_backward import backward_input, backward_weight
 from phalanx.schedules.actions import Action, Schedule
 from phalanx.schedules.makers import forward_only, resized
@@ -35,8 +35,66 @@ Forward = Callable[[int, Tensor | None, int], Any]
 LossOf = Callable[[Any, int], Tensor]
 """From the last stage's output and the micro-batch, the scalar to differentiate."""
 
+_AHEAD = 2
+"""How many actions before its use a message is requested, so that it travels meanwhile."""
 _REPEATS = 5
 """Timed runs of a measured stage."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankAction:
+    """An action and its messages. A message, an activation or a gradient, is named by the action that produces it."""
+
+    kind: str
+    stage: int
+    micro_batch: int
+    part: int
+    """Index of the stage among the rank's own."""
+    receives: tuple[tuple[int, Action], ...]
+    """Messages to request before it, as (sender, message), in the order in which they are sent."""
+    consumes: Action | None
+    """Its input; None: tokens, a loss, or what the stage has saved."""
+    produces: Action | None
+    """Its result; None if no other stage needs it."""
+    receiver: int | None
+    """The rank that the result goes to; None: this rank."""
+
+
+def rank_actions(schedule: Schedule, rank: int) -> tuple[RankAction, ...]:
+    """The actions of one rank."""
+    actions = schedule.actions[rank]
+    parts = {stage: part for part, stage in enumerate(schedule.stages_of(rank))}
+    # Messages between two ranks arrive in the order in which they are sent, so they must be requested in it.
+    queues = [deque(action for action in row if _receiver(schedule, action) == rank) for row in schedule.actions]
+    requested: set[Action] = set()
+    result = []
+    for index, action in enumerate(actions):
+        receives: list[tuple[int, Action]] = []
+        for coming in actions[index : index + 1 + _AHEAD]:
+            message = _consumed(schedule, coming)
+            while message is not None and (peer := schedule.rank_of(message.stage)) != rank and message not in requested:
+                receives.append((peer, queues[peer].popleft()))
+                requested.add(receives[-1][1])
+        consumes, receiver = _consumed(schedule, action), _receiver(schedule, action)
+        produces, receiver = None if receiver is None else action, None if receiver == rank else receiver
+        result.append(RankAction(*action, parts[action.stage], tuple(receives), consumes, produces, receiver))
+    return tuple(result)
+
+
+def connections(schedule: Schedule) -> list[tuple[int, int]]:
+    """All pairs (sender, receiver) that may communicate, in the same order on all ranks."""
+    hops = [(schedule.rank_of(stage), schedule.rank_of(stage + 1)) for stage in range(schedule.stages - 1)]
+    return sorted({pair for a, b in hops if a != b for pair in ((a, b), (b, a))})
+
+
+def _receiver(schedule: Schedule, action: Action) -> int | None:
+    """The rank that needs the result of an action; None: no other stage does."""
+    to = {"F": action.stage + 1, "B": action.stage - 1, "I": action.stage - 1}.get(action.kind, -1)
+    return schedule.rank_of(to) if 0 <= to < schedule.stages else None
+
+
+def _consumed(schedule: Schedule, action: Action) -> Action | None:
+    return next((need for need in schedule.needs(action) if need.stage != action.stage), None)
 
 
 class _Saved(NamedTuple):
