@@ -242,7 +242,6 @@ class ShardBucket:
         return any(parameter.grad is not None for parameter in self.parameters)
 
     def reset(self) -> None:
-        """Start a new step."""
         self._total = None
         for slot in self.slots:
             slot.parameter.grad = slot.owned.gradient = slot.owned.value.grad = None

@@ -71,8 +71,6 @@ def applied(parts: Sequence[nn.Module], shards: Mapping[str, ParamShard], axes: 
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """The experts of one layer."""
-
     parent: nn.Module
     experts: nn.Module
     dims: dict[str, tuple[str, ...]] = field(default_factory=dict)
@@ -253,7 +251,6 @@ class Loads:
 
     @property
     def size(self) -> int:
-        """Experts of all layers together."""
         return sum(self._sizes.values())
 
     def reset(self) -> None:

@@ -49,10 +49,10 @@ class Group:
 
     # Plain collectives, without gradients.
 
-    def all_reduce(self, values: Tensor, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
+    def all_reduce(self, values: Tensor) -> Tensor:
         """Sum over the group, in place."""
         if self.handle is not None:
-            timed_collective(dist.all_reduce, values, op=operation, group=self.handle)
+            timed_collective(dist.all_reduce, values, group=self.handle)
         return values
 
     def start_all_reduce(self, values: Tensor) -> dist.Work | None:

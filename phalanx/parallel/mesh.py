@@ -42,13 +42,11 @@ class Environment:
     """
 
     def broadcast_object(self, value: Any, ranks: int) -> Any:
-        """Rank 0's value."""
         box = [value]
         timed_collective(dist.broadcast_object_list, box, src=0, device=torch.device("cpu"))
         return box[0]
 
     def gather_objects(self, value: Any, ranks: int) -> list[Any]:
-        """Every rank's value, by rank."""
         values: list[Any] = [None] * ranks
         timed_collective(dist.all_gather_object, values, value)
         return values
@@ -103,7 +101,6 @@ class Mesh:
         return getattr(self.layout, axis) or 1
 
     def coordinate(self, axis: str) -> int:
-        """This rank's coordinate along an axis."""
         size, below = self._place(axis)
         return self.rank // below % size
 
@@ -112,16 +109,13 @@ class Mesh:
         view = _view((axis,))
         return self.size(axis), math.prod(map(self.size, view[view.index(axis) + 1 :]))
 
-    def _peers(self, ranks: npt.NDArray[np.int64], axes: Iterable[str]) -> npt.NDArray[np.int64]:
-        """Those of `ranks` that have this rank's coordinates along the given axes."""
+    def _peers(self, *axes: str) -> npt.NDArray[np.int64]:
+        """The ranks that have this rank's coordinates along the given axes."""
+        ranks = np.arange(self.ranks)
         for axis in axes:
             size, below = self._place(axis)
             ranks = ranks[ranks // below % size == self.coordinate(axis)]
         return ranks
-
-    def _stage_ranks(self) -> npt.NDArray[np.int64]:
-        each = self.ranks // self.layout.pipeline
-        return np.arange(self.stage * each, (self.stage + 1) * each)
 
     @property
     def stage(self) -> int:
@@ -138,7 +132,7 @@ class Mesh:
         and of the experts' view may be mixed."""
         key = tuple(sorted(axes))
         if key not in self._peer_indices:
-            peers = self._peers(self._stage_ranks(), axes)
+            peers = self._peers("pipeline", *axes)
             peers = peers[~np.isin(peers, list(self._lost))]
             self._peer_indices[key] = int(np.searchsorted(peers, self.rank)), len(peers)
         return self._peer_indices[key]
@@ -153,7 +147,7 @@ class Mesh:
         places = [self._place(axis) for axis in axes]
         remaining: set[tuple[int, ...]] = set()
         lost: set[tuple[int, ...]] = set()
-        for rank in self._stage_ranks().tolist():
+        for rank in self._peers("pipeline").tolist():
             (lost if rank in self._lost else remaining).add(tuple(rank // below % size for size, below in places))
         return lost <= remaining
 
@@ -164,7 +158,7 @@ class Mesh:
         """
         key = (use, axes)
         if key not in self._groups:
-            ranks = self._peers(np.arange(self.ranks), (axis for axis in _view(axes) if axis not in axes))
+            ranks = self._peers(*(axis for axis in _view(axes) if axis not in axes))
             self._groups[key] = self.group_of(tuple(ranks.tolist()), use=use)
         return self._groups[key]
 
@@ -181,7 +175,6 @@ class Mesh:
         return Group(ranks=ranks, index=ranks.index(self.rank), use=use, handle=handle)
 
     def all_reduce(self, values: Tensor) -> Tensor:
-        """Sum over all ranks, in place."""
         if self.ranks > 1:
             timed_collective(dist.all_reduce, values)
         return values

@@ -23,7 +23,6 @@ Axes = Mapping[str, tuple[str, ...]]
 
 
 def dim_names(name: str, axes: Axes) -> tuple[str, ...]:
-    """The names of a parameter's dimensions."""
     return next((dims for pattern, dims in axes.items() if fnmatchcase(name, pattern)), ())
 
 
@@ -43,7 +42,6 @@ class ParamShard:
 
     @classmethod
     def full(cls, tensor: Tensor) -> Self:
-        """An undivided parameter."""
         return cls(TensorSlice.full(tensor.shape))
 
     def cut(self, dim: int, index: int, count: int, axis: str) -> Self:

@@ -54,21 +54,16 @@ class ReduceFromTP:
         return y_BSD if module.bias is None else y_BSD + module.bias.to(y_BSD.dtype)
 
 
-@dataclass(frozen=True, eq=False)
-class Lookup:
-    """Forward of an embedding of which this rank holds some rows: tokens in other ranks' rows give zeros here."""
+def _lookup(whole: Callable[[Tensor], Tensor], shard: ParamShard, group: Group, sliced: bool) -> Callable[[Tensor], Tensor]:
+    """The forward of an embedding of which this rank holds some rows: tokens in other ranks' rows give zeros here."""
 
-    whole: Callable[[Tensor], Tensor]
-    """The embedding's own forward."""
-    shard: ParamShard
-    group: Group
-    sliced: bool
+    def forward(tokens_BS: Tensor) -> Tensor:
+        local_BS = tokens_BS - shard.slice.offset[0]
+        elsewhere_BS = (local_BS < 0) | (local_BS >= shard.slice.shape[0])
+        x_BSD = whole(local_BS.masked_fill(elsewhere_BS, 0)).masked_fill(elsewhere_BS[..., None], 0.0)
+        return _leave(x_BSD, group, sliced)
 
-    def __call__(self, tokens_BS: Tensor) -> Tensor:
-        local_BS = tokens_BS - self.shard.slice.offset[0]
-        elsewhere_BS = (local_BS < 0) | (local_BS >= self.shard.slice.shape[0])
-        x_BSD = self.whole(local_BS.masked_fill(elsewhere_BS, 0)).masked_fill(elsewhere_BS[..., None], 0.0)
-        return _leave(x_BSD, self.group, self.sliced)
+    return forward
 
 
 def _leave(x_BSD: Tensor, group: Group, sliced: bool) -> Tensor:
@@ -284,7 +279,7 @@ def _install(table: _Table, shards: Mapping[str, ParamShard], group: Group, done
         if not isinstance(module, nn.Embedding) or _within(name, table.regions):
             continue
         if "tensor" in shards[f"{name}.weight"].split:
-            module.forward = Lookup(module.forward, shards[f"{name}.weight"], group, table.sequence)  # type: ignore[assignment]
+            module.forward = _lookup(module.forward, shards[f"{name}.weight"], group, table.sequence)  # type: ignore[assignment, method-assign]
         elif table.sequence:
             module.register_forward_pre_hook(lambda module, args: (group.own_chunk(args[0], 1), *args[1:]))
 

@@ -191,7 +191,6 @@ def _first_few(problems: Iterable[str]) -> list[str]:
 
 
 def dump(schedule: Schedule) -> str:
-    """The schedule as CSV, rank 0 first."""
     return "".join(",".join(map(str, row)) + "\n" for row in schedule.actions)
 
 

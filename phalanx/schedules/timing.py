@@ -35,8 +35,6 @@ class Durations:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """The timed actions of every rank."""
-
     ranks: tuple[tuple[Timed, ...], ...]
 
     @property

@@ -17,8 +17,8 @@ On CPUs the rounded numbers are multiplied in fp32.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from functools import partial
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -75,15 +75,12 @@ class Linear8(nn.Linear):
     scaling: Scaling
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.product(x, self.weight, self.bias)
-
-    def product(self, x: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
-        return linear(x, weight_NK, bias_N, self.scaling)
+        return linear(x, self.weight, self.bias, self.scaling)
 
 
 def product_of(module: nn.Module) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
     """The product (input, weight, bias) of a linear layer, for code that replaces its forward, such as tensor parallelism."""
-    return module.product if isinstance(module, Linear8) else F.linear
+    return partial(linear, scaling=module.scaling) if isinstance(module, Linear8) else F.linear
 
 
 def linear(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None, scaling: Scaling = "tensor") -> Tensor:
@@ -121,8 +118,7 @@ class _Linear(torch.autograd.Function):
         return x_grad, weight_grad, None
 
 
-@dataclass(frozen=True, slots=True)
-class Rounded:
+class Rounded(NamedTuple):
     """A matrix in fp8."""
 
     values: Tensor

@@ -73,13 +73,10 @@ def swap(parts: list[nn.Module], mesh: Mesh, method: str) -> str:
         for name, module in part.named_modules():
             if not hasattr(module, "attend"):
                 continue
-            wrapper = module.attend
-            if hasattr(wrapper, "inner"):  # wrappers stay; the innermost attention is replaced
-                while hasattr(wrapper.inner, "inner"):
-                    wrapper = wrapper.inner
-                wrapper.inner = attend_shared
-            else:
-                module.attend = attend_shared
+            holder, attribute = module, "attend"
+            while hasattr(wrapper := getattr(holder, attribute), "inner"):  # wrappers stay; the innermost attention is replaced
+                holder, attribute = wrapper, "inner"
+            setattr(holder, attribute, attend_shared)
             names.append(name)
     where = f"{len(names)} attentions ({names[0]} … {names[-1]})" if names else "no attention in this stage"
     return f"{where}: {shared.words}, {group.size} ranks {group.ranks} share each sequence"
@@ -149,7 +146,6 @@ class _Hop:
         self._works = dist.batch_isend_irecv([send, receive])
 
     def wait(self) -> Tensor:
-        """The received message."""
         # A backend may return one work for both; then it is the one of the receive.
         for work, peer in zip(self._works, self._peers[-len(self._works) :], strict=True):
             wait(work, self._group, peer)
@@ -157,7 +153,6 @@ class _Hop:
 
 
 def _pack(k: Tensor, v: Tensor) -> Tensor:
-    """Keys and values as one message."""
     return torch.cat((k.flatten(), v.flatten()))
 
 

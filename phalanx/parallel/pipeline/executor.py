@@ -61,7 +61,6 @@ class RankAction:
 
 
 def rank_actions(schedule: Schedule, rank: int) -> tuple[RankAction, ...]:
-    """The actions of one rank."""
     actions = schedule.actions[rank]
     parts = {stage: part for part, stage in enumerate(schedule.stages_of(rank))}
     # Messages between two ranks arrive in the order in which they are sent, so they must be requested in it.
@@ -253,7 +252,6 @@ class P2P:
     """
 
     def __init__(self, mesh: Mesh):
-        """All ranks of the pipeline create theirs at the same time."""
         down = mesh.group("pipeline", use="pipeline")
         up = mesh.group_of(down.ranks, use="pipeline")
         self._rank, self._device = mesh.coordinate("pipeline"), mesh.device
