@@ -17,7 +17,6 @@ from phalanx.parallel.data_parallel import Sharding
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.pipeline.executor import tied_group
 from phalanx.parallel.sharded_model import Engine, ParamShard, Recipe, ShardedModel
-from phalanx.schedules.actions import Schedule
 from phalanx.spec.errors import RunError
 from phalanx.spec.plan import Plan
 from phalanx.spec.run import Run
@@ -48,7 +47,11 @@ def apply(parts: list[nn.Module], run: Run, plan: Plan, mesh: Mesh, recipe: Reci
     if recipe.schedule is not None:
         whole = recipe.schedule.splits_backward and run.memory.recompute == "selective"
         note = "; backwards are not split, because of selective recomputation" if whole else ""
-        applied["pipeline"] = _stages(parts, mesh, recipe.schedule) + note
+        numbers = recipe.schedule.stages_of(mesh.coordinate("pipeline"))
+        blocks = ["+".join(part.get_submodule("blocks")._modules) for part in parts]
+        stages = ", ".join(f"stage {number}: blocks {held}" for number, held in zip(numbers, blocks, strict=True))
+        many = f"{recipe.schedule.stages} stages on {recipe.schedule.ranks} ranks"
+        applied["pipeline"] = f"{recipe.schedule.name}, {many}; {stages}{note}"
         if recipe.tied is not None and (ends := tied_group(mesh, recipe.schedule)) is not None:
             placed.tied[recipe.tied] = ends
     placed.applied = {technique: words for technique, words in applied.items() if words is not None}
@@ -86,11 +89,3 @@ def _engine(parts: list[nn.Module], shards: dict[str, ParamShard], run: Run, pla
 
         return fsdp.FullySharded(parts, shards, mesh, recipe, sharding)
     return data_parallel.build(parts, shards, mesh, recipe, sharding)
-
-
-def _stages(parts: list[nn.Module], mesh: Mesh, schedule: Schedule) -> str:
-    """Which blocks this rank has, read from its parts."""
-    held = ["+".join(part.get_submodule("blocks")._modules) for part in parts]
-    numbers = schedule.stages_of(mesh.coordinate("pipeline"))
-    stages = ", ".join(f"stage {number}: blocks {blocks}" for number, blocks in zip(numbers, held, strict=True))
-    return f"{schedule.name}, {schedule.stages} stages on {schedule.ranks} ranks; {stages}"

@@ -157,7 +157,9 @@ class _Table:
     """What the names of dimensions say about one part of a model."""
 
     def __init__(self, part: nn.Module, axes: Axes, ranks: int, sequence: bool):
-        self.part, self.ranks, self.sequence = part, ranks, sequence
+        spec: Any = part.spec
+        assert isinstance(spec, ModelSpec), "build gives every model its spec"
+        self.part, self.spec, self.ranks, self.sequence = part, spec, ranks, sequence
         self.dims = {name: dim_names(name, axes) for name, _ in part.named_parameters()}
         self.modules = dict(part.named_modules())
         linears = [name for name, module in self.modules.items() if isinstance(module, nn.Linear)]
@@ -174,12 +176,6 @@ class _Table:
         self.whole_vocabulary = not hasattr(part, "project") and not self.heads
         """The model multiplies by its embedding in a way of its own: nobody can step in there, so every rank does all of it."""
         self._row_biases = {f"{name}.bias" for name in self.rows}
-
-    @property
-    def spec(self) -> ModelSpec:
-        spec = self.part.spec
-        assert isinstance(spec, ModelSpec), "build gives every model its spec"
-        return spec
 
     def _dispatchers(self) -> Iterator[str]:
         for name in (name for name, dims in self.dims.items() if "expert" in dims):

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from typing import Any, NamedTuple, Protocol
 
@@ -66,6 +66,17 @@ class MaskPlan:
             every = self.documents.chunk(self.pieces, dim=1)
             self._tables[wanted] = torch.cat([every[piece] for piece in wanted], dim=1)
         return self._tables[wanted]
+
+    def products(self, own: Sequence[int], scale: float, pieces: Sequence[int]) -> Iterator[tuple[slice, slice, Mask]]:
+        """`Products` of the queries of a rank's own pieces."""
+        documents_BS, documents_BT = self.table(own), self.table(pieces)
+        for tile in self.tiles(own, pieces):
+            queries, keys, visible_B1ST = slice(*tile.queries), slice(*tile.keys), None
+            if tile.masked and documents_BS is not None and documents_BT is not None:
+                visible_B1ST = documents_BS[:, None, queries, None] == documents_BT[:, None, None, keys]
+                if tile.causal:
+                    visible_B1ST[..., -visible_B1ST.shape[2] :].tril_()
+            yield queries, keys, Mask(visible_B1ST, tile.causal and not tile.masked, scale)
 
     def _plain(self, queries: tuple[int, ...], keys: tuple[int, ...]) -> list[Tile]:
         """Tiles of pieces without a document boundary."""
@@ -147,6 +158,10 @@ VisitBack = Callable[[Part, Tensor, Tensor], None]
 """Adds to the gradients of a part's keys and values."""
 
 
+Products = Callable[[Sequence[int]], Iterator[tuple[slice, slice, Mask]]]
+"""What to compute with the keys of these pieces: (queries, keys, mask)."""
+
+
 class KVTransport(Protocol):
     """Brings the keys and values of all ranks to this rank's queries. The first part has those of its own positions."""
 
@@ -164,65 +179,44 @@ def attend(
     q_BHSE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor, transport: KVTransport, plan: MaskPlan, scale: float | None
 ) -> Tensor:
     """Differentiable in the first three; `scale`: of the scores, by default 1 / sqrt(width)."""
-    return _Attend.apply(q_BHSE, k_BKSE, v_BKSE, _Task(transport, plan, q_BHSE.shape[-1] ** -0.5 if scale is None else scale))
-
-
-@dataclass(frozen=True, slots=True)
-class _Task:
-    """What a forward and its backward share."""
-
-    transport: KVTransport
-    plan: MaskPlan
-    scale: float
-
-    def products(self, pieces: Sequence[int]) -> Iterator[tuple[slice, slice, Mask]]:
-        """What to compute with the keys of these pieces: (queries, keys, mask)."""
-        own = self.transport.pieces
-        documents_BS, documents_BT = self.plan.table(own), self.plan.table(pieces)
-        for tile in self.plan.tiles(own, pieces):
-            queries, keys, visible_B1ST = slice(*tile.queries), slice(*tile.keys), None
-            if tile.masked and documents_BS is not None and documents_BT is not None:
-                visible_B1ST = documents_BS[:, None, queries, None] == documents_BT[:, None, None, keys]
-                if tile.causal:
-                    visible_B1ST[..., -visible_B1ST.shape[2] :].tril_()
-            yield queries, keys, Mask(visible_B1ST, tile.causal and not tile.masked, self.scale)
+    scale = q_BHSE.shape[-1] ** -0.5 if scale is None else scale
+    return _Attend.apply(q_BHSE, k_BKSE, v_BKSE, transport, partial(plan.products, transport.pieces, scale))
 
 
 class _Attend(torch.autograd.Function):
     """Saves its inputs, its result and one number per query; the backward brings the other ranks' keys and values again."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, task: _Task) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, transport: KVTransport, products: Products) -> Tensor:
         out = torch.zeros(*q.shape[:3], v.shape[-1], dtype=wide(q.dtype), device=q.device)
         lse = torch.full(q.shape[:3], -math.inf, dtype=wide(q.dtype), device=q.device)
         with torch.autocast(q.device.type, enabled=False):
-            for pieces, k_part, v_part in task.transport.forward(k, v):
-                for rows, keys, mask in task.products(pieces):
+            for pieces, k_part, v_part in transport.forward(k, v):
+                for rows, keys, mask in products(pieces):
                     more = forward(q[:, :, rows], k_part[:, :, keys], v_part[:, :, keys], mask)
                     _add(out[:, :, rows], lse[:, :, rows], *more)
         result = out.to(q.dtype)
-        ctx.task = task
+        ctx.transport, ctx.products = transport, products
         ctx.save_for_backward(q, k, v, result, lse)
         return result
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         q, k, v, out, lse = ctx.saved_tensors
-        task: _Task = ctx.task
         dq = torch.zeros(q.shape, dtype=wide(q.dtype), device=q.device)
 
         def visit(part: Part, dk: Tensor, dv: Tensor) -> None:
             pieces, k, v = part
-            for rows, keys, mask in task.products(pieces):
+            for rows, keys, mask in ctx.products(pieces):
                 inputs, result = (q[:, :, rows], k[:, :, keys], v[:, :, keys]), (out[:, :, rows], lse[:, :, rows])
                 gradients = backward(gradient[:, :, rows], inputs, result, mask)
                 for total, where, more in zip((dq, dk, dv), (rows, keys, keys), gradients, strict=True):
                     total[:, :, where] += more
 
         with torch.autocast(q.device.type, enabled=False):
-            dk, dv = task.transport.backward(k, v, visit)
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None
+            dk, dv = ctx.transport.backward(k, v, visit)
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None
 
 
 def _add(out: Tensor, lse: Tensor, more: Tensor, its_lse: Tensor) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -96,15 +96,6 @@ def _consumed(schedule: Schedule, action: Action) -> Action | None:
     return next((need for need in schedule.needs(action) if need.stage != action.stage), None)
 
 
-class _Saved(NamedTuple):
-    """What a backward needs of its forward. The output itself is not kept."""
-
-    input: Tensor | None
-    output: GradientEdge | None
-    gradient: Tensor | None
-    """Of a loss: one."""
-
-
 class PipelineObserver:
     """Sees every action of a pipeline. This one does nothing; a rehearsal installs its own as `Pipeline.observer`."""
 
@@ -134,7 +125,8 @@ class Pipeline:
         self._actions: dict[int, tuple[RankAction, ...]] = {}
         """By number of micro-batches."""
         self._forwards = rank_actions(forward_only(schedule), self._rank)
-        self._saved: dict[tuple[int, int], _Saved] = {}
+        self._saved: dict[tuple[int, int], tuple[Tensor | None, GradientEdge | None, Tensor | None]] = {}
+        """By stage and micro-batch: input, output and, of a loss, the gradient one. The output itself is not kept."""
         self._deferred: dict[tuple[int, int], Callable[[], None]] = {}
         """Weight backwards that are still to come."""
         self._p2p = P2P(mesh)
@@ -217,7 +209,7 @@ class Pipeline:
             gradient = torch.ones_like(output)
         # Without a trained weight before it, an output has no gradient; the one that comes back is then dropped.
         edge = get_gradient_edge(output) if output.requires_grad else None
-        self._saved[action.stage, action.micro_batch] = _Saved(received, edge, gradient)
+        self._saved[action.stage, action.micro_batch] = received, edge, gradient
         return None if action.produces is None else output.detach()
 
     def _backward(self, action: RankAction, gradient: Tensor | None) -> Tensor | None:
