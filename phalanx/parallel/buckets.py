@@ -7,7 +7,7 @@ gradients when it is sent, in rank order: first what the first rank owns of ever
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -44,7 +44,7 @@ class ModelParam:
 
 
 def model_params(
-    parts: Sequence[nn.Module], shards: dict[str, ParamShard], names: Iterable[str] | None = None
+    parts: Sequence[nn.Module], shards: dict[str, ParamShard], names: Collection[str] | None = None
 ) -> list[ModelParam]:
     """All parameters of these stages, or the named ones."""
     params: dict[str, ModelParam] = {}
@@ -52,8 +52,7 @@ def model_params(
         for name, parameter in part.named_parameters():
             known = params.get(name)
             params[name] = replace(known, shared=True) if known else ModelParam(name, parameter, shards[name], index)
-    wanted = params.keys() if names is None else set(names)
-    return [param for name, param in params.items() if name in wanted]
+    return [params[name] for name in params if names is None or name in names]
 
 
 def flat_bundles(params: Sequence[ModelParam]) -> list[list[ModelParam]]:

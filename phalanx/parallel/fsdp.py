@@ -162,7 +162,7 @@ class FullySharded(Engine):
 
 def _left_whole(
     parts: Sequence[nn.Module], shards: Mapping[str, ParamShard], mesh: Mesh, recipe: Recipe, how: Sharding
-) -> list[str]:
+) -> set[str]:
     """Names of the parameters that FSDP2 does not shard."""
     owners = Counter(name for part in parts for name, _ in part.named_parameters())
 
@@ -171,20 +171,17 @@ def _left_whole(
         unshared = shards[name].expert and mesh.size("expert_shard") == 1
         return shared_by_stages or unshared or (how.low_precision and stays_fp32(name, shards[name], recipe.axes))
 
-    return [name for name in owners if stays_whole(name)]
+    return {name for name in owners if stays_whole(name)}
 
 
-def _wrap(
-    parts: Sequence[nn.Module], shards: Mapping[str, ParamShard], whole: Sequence[str], mesh: Mesh, how: Sharding
-) -> None:
+def _wrap(parts: Sequence[nn.Module], shards: Mapping[str, ParamShard], whole: set[str], mesh: Mesh, how: Sharding) -> None:
     """Wrap experts first, which have a mesh of their own, then blocks, then the rest of the model."""
     policy = MixedPrecisionPolicy(
         param_dtype=how.param_dtype if how.low_precision else None,
         reduce_dtype=how.reduce_dtype if how.low_precision or how.reduce_dtype != torch.float32 else None,
         cast_forward_inputs=False,  # autocast knows better: residuals stay in fp32
     )
-    left = set(whole)
-    ignored = {parameter for part in parts for name, parameter in part.named_parameters() if name in left}
+    ignored = {parameter for part in parts for name, parameter in part.named_parameters() if name in whole}
 
     def shard(module: nn.Module, on: DeviceMesh, reshard: bool | None = not how.keep_gathered, **placement: Any) -> None:
         fully_shard(module, mesh=on, reshard_after_forward=reshard, mp_policy=policy, ignored_params=ignored, **placement)
@@ -198,7 +195,7 @@ def _wrap(
 
     dense = _device_mesh(*how.groups(mesh), mesh)
     for part in parts:
-        owners = [name.rpartition(".")[0] for name, _ in part.named_parameters() if shards[name].expert and name not in left]
+        owners = [name.rpartition(".")[0] for name, _ in part.named_parameters() if shards[name].expert and name not in whole]
         for owner in dict.fromkeys(owners):
             groups = how.groups(mesh, expert=True)
             placement = partial(_experts_placement, ranks=groups[0].size)

@@ -145,11 +145,8 @@ class Mesh:
     def covers(self, *axes: str) -> bool:
         """Whether the remaining ranks of this stage still hold all slices of what is cut along the given axes."""
         places = [self._place(axis) for axis in axes]
-        remaining: set[tuple[int, ...]] = set()
-        lost: set[tuple[int, ...]] = set()
-        for rank in self._peers("pipeline").tolist():
-            (lost if rank in self._lost else remaining).add(tuple(rank // below % size for size, below in places))
-        return lost <= remaining
+        slices = {rank: tuple(rank // below % size for size, below in places) for rank in self._peers("pipeline").tolist()}
+        return set(slices.values()) == {held for rank, held in slices.items() if rank not in self._lost}
 
     def group(self, *axes: str, use: str) -> Group:
         """The ranks that differ from this one only along the given axes, in rank order. All of them call it at the same time.

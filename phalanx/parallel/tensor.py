@@ -147,10 +147,9 @@ def applied(parts: list[nn.Module], shards: Mapping[str, ParamShard]) -> str:
     kind = ("rows", "columns")[dim] if len(shapes[name]) == 2 else "elements"
     hooks = [hook for part in parts for module in part.modules() for hook in module._forward_hooks.values()]
     sliced = {hook.sliced for hook in hooks if isinstance(hook, ReduceFromTP)} == {True}
-    words = (
-        f"{name}: {shapes[name][dim]} of {shards[name].slice.whole[dim]} {kind}; {len(cut)} of {len(shapes)} parameters are cut"
-    )
-    return words + ("; sums go to slices of the sequence" if sliced else "")
+    example = f"{name}: {shapes[name][dim]} of {shards[name].slice.whole[dim]} {kind}"
+    note = "; sums go to slices of the sequence" if sliced else ""
+    return f"{example}; {len(cut)} of {len(shapes)} parameters are cut{note}"
 
 
 class _Table:

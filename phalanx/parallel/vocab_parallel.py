@@ -119,11 +119,11 @@ def swap(parts: list[nn.Module], group: Group, *, chunk: int | None, sequence: b
     """Set `project` where a model ends and return the loss that fits; `chunk`: tokens whose logits may exist at a time."""
     if group.size == 1 and chunk is None:
         return loss
-    spec = parts[0].spec
+    spec: Any = parts[0].spec
     assert isinstance(spec, ModelSpec), "build gives every model its spec"
     for part in parts:
         if hasattr(part, "project"):
-            part.project = Project(CopyToTP(group, sequence), chunk is not None)
+            part.project = Project(CopyToTP(group, sequence), chunk is not None)  # type: ignore[assignment]
         elif chunk is not None:
             raise RunError(
                 f"a loss in chunks of {chunk} tokens needs a model that gives its logits through an attribute `project`, "
