@@ -1,8 +1,6 @@
 """`phalanx checkpoint`: lists, inspects, verifies, compares, reshards, exports and prunes checkpoints. `phalanx export` and `phalanx import`
-convert them to and from folders that transformers loads.
-
-No verb needs a GPU or as much memory as the model; list, inspect, verify and prune do not need torch either.
-"""
+convert them to and from folders that transformers loads. None needs a GPU or as much memory as the model; list, inspect, verify and
+prune do not need torch either."""
 
 from __future__ import annotations
 

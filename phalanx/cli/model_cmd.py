@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -97,7 +98,7 @@ def _choices(opened: Opened, path: Path, options: _Options) -> dict[str, Any]:
     limit = options.max_bad_records if options.max_bad_records is not None else opened.run.data.max_bad_records
     bad = BadRecords(path, limit)
     judge = scorer(opened, options.batch)
-    chosen = choose(judge, read_questions(path, bad, options.sequences), bad)
+    chosen = choose(judge, islice(read_questions(path, bad), options.sequences), bad)
     console.print(
         f"questions {chosen.questions}, right {percent(chosen.accuracy)}, "
         f"by likelihood per character {percent(chosen.accuracy_normalized)}",

@@ -87,7 +87,8 @@ def simulate(
     )
     run = load(run_file, overrides or [])
     hardware = hardware_of(run, planned_machine(run))
-    candidate = _candidate(run, hardware)
+    # The run file's layout, or the best one if it has none.
+    candidate = search(run, hardware).best if run.layout == Layout() else judge(run, hardware)
     result = _step(run, hardware, candidate, (png, trace)) if step else _whole(run, hardware, candidate, request, png)
     finish(json, result)
 
@@ -114,11 +115,6 @@ def _step(run: Run, hardware: Hardware, candidate: Candidate, files: tuple[Path 
     times = {name: getattr(step, name) for name in ("seconds", "bubble", "split")}
     waits = {name: seconds for name, seconds in exposed.items() if seconds > 0}
     return {"schedule": step.schedule.name} | counts | times | {"promised": candidate.seconds, "exposed": waits}
-
-
-def _candidate(run: Run, hardware: Hardware) -> Candidate:
-    """The run file's layout, or the best plan if it has none."""
-    return search(run, hardware).best if run.layout == Layout() else judge(run, hardware)
 
 
 def _seconds(option: str, given: str | None) -> float | None:

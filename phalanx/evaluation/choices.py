@@ -89,14 +89,10 @@ class BadRecords:
             )
 
 
-def read_questions(path: Path, bad: BadRecords, most: int | None = None) -> Iterator[Question]:
-    """The questions of a file in order, at most `most`; other records are added to `bad`."""
+def read_questions(path: Path, bad: BadRecords) -> Iterator[Question]:
+    """The questions of a file in order; other records are added to `bad`."""
     if not path.is_file():
         raise RunError(f"--choices {path} is not a file: name a JSONL file, which may be compressed (.gz, .zst).")
-    yield from islice(_questions(path, bad), most)
-
-
-def _questions(path: Path, bad: BadRecords) -> Iterator[Question]:
     for place, record in json_lines(str(path), _MAX_RECORD):
         try:
             if isinstance(record, BadRecord):

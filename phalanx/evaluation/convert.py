@@ -1,11 +1,5 @@
 """Import and export: a Hugging Face folder to a run directory with one checkpoint, and a checkpoint to such a folder. Both check
-everything first and then stream, with one block of one tensor in memory at a time.
-
-`compare` checks an exported folder against the model in training (`phalanx export --check`, background exports): both compute the logits
-of one prompt, the folder on one CPU in fp32, opened by transformers if it is installed. The tolerance follows from the compute format of
-training. For fp32 it is a bound on the rounding of sums in another order. For other formats it is measured: our own one-device model,
-filled from the folder block by block, computes the prompt in fp32 and in that format; a few times the difference is allowed.
-"""
+everything first and then stream, with one block of one tensor in memory at a time."""
 
 from __future__ import annotations
 
@@ -289,6 +283,9 @@ def check(folder: Path, reference: ReferenceLogits) -> Match:
 
 @torch.no_grad()
 def compare(folder: Path, reference: ReferenceLogits) -> Match:
+    """Compares the logits of one prompt: those of the model in training with the folder's on one CPU in fp32, opened by transformers if
+    it is installed. For fp32 the tolerance is a bound on the rounding of sums in another order. For other formats it is measured: our
+    own one-device model, filled from the folder block by block, computes the prompt in fp32 and in that format."""
     exact_KV, rounded_KV = _ours(folder, reference)
     opened, answer_KV = "phalanx", exact_KV
     if find_spec("transformers") is not None and _has_memory(folder):

@@ -1,8 +1,5 @@
-"""How well a model predicts text: loss, perplexity and bits per byte (`measure`), log-likelihoods of continuations (`Scorer`).
-
-On held-out text, `measure` computes the same as the evaluation in training, sample for sample. `Scorer` splits texts into context and
-continuation as lm-evaluation-harness does, so that its results compare with published ones.
-"""
+"""How well a model predicts text: loss, perplexity and bits per byte, on held-out text sample for sample as in training (`measure`); and
+log-likelihoods of continuations, comparable with published ones of lm-evaluation-harness (`Scorer`)."""
 
 from __future__ import annotations
 

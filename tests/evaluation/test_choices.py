@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -140,4 +141,4 @@ def test_files_without_questions(pair: Pair, tmp_path: Path) -> None:
 
 def test_most_questions(tmp_path: Path) -> None:
     path = write(tmp_path / "q.jsonl", [{"question": "?", "choices": ["a", "b"], "answer": 0}] * 5)
-    assert len(list(read_questions(path, BadRecords(path, 0), most=3))) == 3
+    assert len(list(islice(read_questions(path, BadRecords(path, 0)), 3))) == 3
