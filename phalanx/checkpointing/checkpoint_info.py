@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
@@ -80,13 +81,10 @@ def layout_text(layout: SavedLayout | None) -> str:
 def tensors(path: Location, marker: Marker) -> dict[str, SavedTensor]:
     """The tensors of a checkpoint by name. Raises DamagedCheckpoint if a header is not what was saved."""
     found: dict[str, SavedTensor] = {}
-    files = CheckpointFiles(path, marker)
-    try:
+    with closing(CheckpointFiles(path, marker)) as files:
         for file, sidecar in files.sidecars(list(marker.rank_files)):
             for saved in files.boxes(file, sidecar):
                 found.setdefault(saved.name, SavedTensor(saved.name, saved.dtype, saved.whole)).boxes.append((file, saved))
-    finally:
-        files.close()
     return dict(sorted(found.items()))
 
 
@@ -125,7 +123,7 @@ def find_damage(path: Location, progress: Callable[[int], None] = lambda count: 
         return [FileDamage(file=directory.MARKER, reason=bad.reason)]
     sizes, found = path.sizes(), []
     for name, record in marker.files.items():
-        damage = None
+        damage: FileDamage | None
         if name not in sizes:
             damage = FileDamage(file=name, reason="it is missing")
         elif sizes[name] != record.bytes:
@@ -146,9 +144,8 @@ def _file_damage(path: Location, name: str, marker: Marker, progress: Callable[[
         intact = read_checksum(path / name) == record.checksum
         progress(record.bytes)
         return None if intact else FileDamage(file=name, reason=_CHANGED)
-    buffer, checked = bytearray(BLOCK), CheckedFile(path / name, record.bytes, sums)
-    ranges: list[tuple[int, int]] = []
-    try:
+    buffer, ranges = bytearray(BLOCK), list[tuple[int, int]]()
+    with closing(CheckedFile(path / name, record.bytes, sums)) as checked:
         for begin in range(0, record.bytes, BLOCK):
             end = min(begin + BLOCK, record.bytes)
             try:
@@ -156,8 +153,6 @@ def _file_damage(path: Location, name: str, marker: Marker, progress: Callable[[
             except DamagedFile:
                 ranges.append((begin, end))
             progress(end - begin)
-    finally:
-        checked.close()
     return FileDamage(file=name, reason=_CHANGED, ranges=tuple(ranges)) if ranges else None
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 import mmap
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -30,12 +31,9 @@ def load(path: Location | Path, tensors: Mapping[str, Tensor | StateTensor]) -> 
     Raises DamagedCheckpoint if something read is not what was saved; then some tensors may have new values and others old ones.
     """
     needed = as_state_tensors(tensors)
-    reader = CheckpointReader(path, needed)
-    try:
+    with closing(CheckpointReader(path, needed)) as reader:
         reader.fill(needed)
-    finally:
-        reader.close()
-    return reader.marker
+        return reader.marker
 
 
 @dataclass(frozen=True, slots=True)

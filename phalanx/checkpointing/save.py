@@ -96,7 +96,7 @@ def failure_text(error: BaseException) -> str:
     """An error in one sentence, for reports."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror} ({error.filename})" if error.filename else error.strerror
-    return str(error) if isinstance(error, PhalanxError) else f"{type(error).__name__}: {error}"
+    return str(error) if isinstance(error, PhalanxError | OSError) else f"{type(error).__name__}: {error}"
 
 
 def live_bytes(boxes: list[WrittenBox]) -> Iterator[memoryview]:

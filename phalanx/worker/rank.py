@@ -12,7 +12,7 @@ import threading
 import traceback
 from collections import deque
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -23,7 +23,9 @@ import torch
 
 from phalanx.checkpointing.location import Location
 from phalanx.checkpointing.replicas import replica_index
-from phalanx.checkpointing.replicas.memory_checkpoint import HandoffShare, write_handoff
+from phalanx.checkpointing.replicas.memory_checkpoint import write_handoff
+from phalanx.checkpointing.save import rank_file
+from phalanx.checkpointing.state_tensor import written_boxes
 from phalanx.control import protocol
 from phalanx.data.dataset import Dataset, open_dataset
 from phalanx.events.fault_log import FaultClaims
@@ -419,10 +421,8 @@ def hand_off(trainer: Trainer, contributors: list[int]) -> bool:
     if not all(mesh.covers(*replicas.key) for replicas in {tensor.replicas for tensor in tensors.values()}):
         return False
     assert mesh.place.replica_folder is not None
-    share = HandoffShare(
-        mesh.place.generation, contributors.index(mesh.rank), len(contributors), mesh.stage, mesh.is_stage_leader
-    )
-    write_handoff(
-        Path(mesh.place.replica_folder), share, trainer.progress.step, tensors, trainer.checkpointer.metadata(trainer.progress)
-    )
+    boxes, folder = written_boxes(tensors), Path(mesh.place.replica_folder)
+    file = replace(rank_file(mesh, tensors, boxes), rank=contributors.index(mesh.rank), ranks=len(contributors))
+    metadata = trainer.checkpointer.metadata(trainer.progress)
+    write_handoff(folder, mesh.place.generation, file, boxes, trainer.progress.step, metadata)
     return True

@@ -140,7 +140,7 @@ class MemoryCopies:
                 self._slots[slot] = SharedStaging(self._ranks.device, path, self._header)
                 self._slots[slot].map(self._bytes - len(self._header))
         except BaseException as error:
-            failure = _text(error)
+            failure = failure_text(error)
         with contextlib.suppress(Exception):  # the store is gone, and the generation with it
             if failure is not None:
                 self._ballot.fail(failure)
@@ -217,7 +217,7 @@ class MemoryCopies:
             self._slots[copy.slot].chunks()  # waits for the copy
             answer = ask_server(self._slot_dir, {"op": "seal", "copy": copy.to_json()})
         except BaseException as error:
-            failure = _text(error)
+            failure = failure_text(error)
         try:
             if answer["problem"] is not None:
                 peers.fail(answer["problem"])
@@ -290,32 +290,17 @@ class MemoryCopies:
         self._slots.clear()
 
 
-@dataclass(frozen=True, slots=True)
-class HandoffShare:
-    """Which file of the handed-off state this rank writes."""
-
-    generation: int
-    index: int
-    count: int
-    stage: int
-    names: bool
-    """Whether it writes the names of its stage's tensors."""
-
-
 def write_handoff(
-    folder: Path, share: HandoffShare, step: int, tensors: Mapping[str, StateTensor], metadata: RunMetadata
-) -> int:
-    """Copy this rank's share of its live state into memory, for the next generation to restore. Returns the number of bytes.
+    folder: Path, generation: int, file: RankFile, boxes: list[WrittenBox], step: int, metadata: RunMetadata
+) -> None:
+    """Copy this rank's share of its live state, `file` with `boxes`, into memory, for the next generation to restore.
     `folder`: the folder of this node's replica server. Raises OSError if there is too little memory."""
-    boxes = written_boxes(tensors)
-    names = {name: state.whole_bytes for name, state in tensors.items()} if share.names else None
-    file = RankFile(share.index, share.count, [box.saved for box in boxes], share.stage, names)
-    copy = _rank_copy(file, share.generation, HANDOFF_SLOT, step, metadata)
+    copy = _rank_copy(file, generation, HANDOFF_SLOT, step, metadata)
     slots, header = SlotDir(folder), encode_header(file.boxes)
-    which = {"generation": share.generation, "rank": share.index}
+    which = {"generation": generation, "rank": file.rank}
     ask_server(slots, {"op": "reserve", "bytes": copy.size, "slots": [HANDOFF_SLOT], "alone": True} | which)
     devices = (box.state.tensor.device for box in boxes if isinstance(box.state.tensor, Tensor))
-    path = slots.slot(share.generation, share.index, HANDOFF_SLOT)
+    path = slots.slot(generation, file.rank, HANDOFF_SLOT)
     slot = SharedStaging(next(devices, torch.device("cpu")), path, header, pin=False)
     slot.map(copy.size - len(header))
     if boxes:
@@ -323,7 +308,6 @@ def write_handoff(
         slot.chunks()  # waits for the copy
     slot.close()
     ask_server(slots, {"op": "seal", "copy": copy.to_json(), "alone": True})
-    return copy.size
 
 
 def _rank_copy(file: RankFile, generation: int, slot: str, step: int, metadata: RunMetadata) -> RankCopy:
@@ -338,7 +322,3 @@ def _rank_copy(file: RankFile, generation: int, slot: str, step: int, metadata: 
 def _peer_ballot(ballot: Ballot) -> Ballot:
     """Counts, as bytes, the ranks whose copies are also on a peer; and why others are not."""
     return Ballot(ballot.ranks, f"{ballot.key}-peer")
-
-
-def _text(error: BaseException) -> str:
-    return str(error) if isinstance(error, OSError) else failure_text(error)
