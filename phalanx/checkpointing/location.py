@@ -190,7 +190,7 @@ class Local(Location):
         with contextlib.closing(_DirectFile(self.path)) as file:
             for chunk in chunks:
                 file.write(chunk)
-            os.fsync(file.fd)
+            file.sync()
 
     def sync(self) -> None:
         fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
@@ -214,15 +214,15 @@ class _DirectFile:
     """Writes whole pages with direct I/O where the file system supports it: that saves a copy and leaves the page cache to others."""
 
     def __init__(self, path: Path):
-        self.fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
-        self._flags = fcntl.fcntl(self.fd, fcntl.F_GETFL)
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+        self._flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
         self._direct = False
         self._supports_direct = self._set_direct(True)
 
     def _set_direct(self, direct: bool) -> bool:
         if direct != self._direct:
             try:
-                fcntl.fcntl(self.fd, fcntl.F_SETFL, self._flags | (os.O_DIRECT if direct else 0))
+                fcntl.fcntl(self._fd, fcntl.F_SETFL, self._flags | (os.O_DIRECT if direct else 0))
             except OSError:  # a file system in memory, for example
                 return False
             self._direct = direct
@@ -233,22 +233,25 @@ class _DirectFile:
         rest = memoryview(data)
         while rest:
             pages = len(rest) // _PAGE * _PAGE
-            if self._supports_direct and pages and (_address(rest) | os.lseek(self.fd, 0, os.SEEK_CUR)) % _PAGE == 0:
+            if self._supports_direct and pages and (_address(rest) | os.lseek(self._fd, 0, os.SEEK_CUR)) % _PAGE == 0:
                 self._set_direct(True)
                 try:
-                    rest = rest[os.write(self.fd, rest[:pages]) :]
+                    rest = rest[os.write(self._fd, rest[:pages]) :]
                 except OSError as error:
                     if error.errno != errno.EINVAL:
                         raise
                     self._supports_direct = False  # it accepted the flag, but not the write
             else:
                 self._set_direct(False)
-                rest = rest[os.write(self.fd, rest) :]
+                rest = rest[os.write(self._fd, rest) :]
                 # Start writing to disk now instead of at the end, and free cached pages that are written.
-                os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_DONTNEED)
+                os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
+
+    def sync(self) -> None:
+        os.fsync(self._fd)
 
     def close(self) -> None:
-        os.close(self.fd)
+        os.close(self._fd)
 
 
 def _address(data: memoryview) -> int:
