@@ -238,12 +238,9 @@ def test_ranks_that_cannot_answer_are_found(tmp_path: Path) -> None:
     answers = run_ranks(unable, 4, tmp_path)
     states, dump = answers[0][1:]
     assert states[2] == "T"
-    found = diagnose(
-        [
-            Report(rank=rank, node=rank, location=answer[0], state=states[rank], fallback_stack=dump if rank == 1 else None)
-            for rank, answer in enumerate(answers)
-        ]
-    )
+    from_outside = [{"state": states[rank], "dump": dump if rank == 1 else None} for rank in range(4)]
+    reports = [{**(answer[0] or {}), **outside} for answer, outside in zip(answers, from_outside, strict=True)]
+    found = diagnose([Report(rank=rank, node=rank, location=report) for rank, report in enumerate(reports)])  # type: ignore[arg-type]
     assert found.culprits == (1, 2) and found.certain
     assert "rank 1 (node 1) has not reached all_reduce #" in found.message
     assert "it does not answer, although its process is alive; it is at worker/test_hang_report.py:" in found.message
