@@ -57,6 +57,9 @@ threads = 1
 
 [checkpoint]
 every = 4
+
+[resilience]
+hang = 600.0  # on a busy machine, a rank may stand still for long
 """
 WORDS = [
     "the",

@@ -23,7 +23,15 @@ from phalanx.events.records import (
     WorkerFailed,
 )
 
-SIZES = ("model.kv_heads=2", "model.layers=2", "train.batch=4", "train.micro_batch=1", "train.steps=24", "train.eval_every=100")
+SIZES = (
+    "model.kv_heads=2",
+    "model.layers=2",
+    "train.batch=4",
+    "train.micro_batch=1",
+    "train.steps=24",
+    "train.eval_every=100",
+    "resilience.heartbeat=30",
+)
 FOUR = (*SIZES, "layout.data=2", "layout.tensor=2")
 
 

@@ -215,7 +215,7 @@ def test_run_shrinks_to_six_and_four_ranks_and_grows_again(workshop: Workshop) -
     [("data", "data"), ("compute", ""), ("collective", ""), ("update", "optimizer")],
 )
 def test_hang_is_named_and_recovered(workshop: Workshop, where: str, words: str) -> None:
-    settings = ("layout.data=4", "cluster.nodes=2", "train.steps=30")
+    settings = ("layout.data=4", "cluster.nodes=2", "train.steps=30", "resilience.hang=5")
     reference = undisturbed(workshop, *settings)
     victim = Victim(workshop, "disturbed", *settings, "--chaos", f"hang rank=2 step=12 in={where}")
     events = victim.end()
