@@ -1,7 +1,8 @@
 """Everything that differs between kinds of devices: streams, events, pinned memory, memory statistics, backends, number formats.
 
-The only file that names `torch.cuda`. Rooms ask `of(device)`; they look at `device.type` only for autocast and for what one kernel of torch supports. To add a kind of device,
-write one class and `register` it; the planner needs an entry in its catalogue besides.
+The only file that names `torch.cuda`. Rooms ask `of(device)`. They look at `device.type` only where torch takes it (autocast, DeviceMesh), for
+what one kernel of torch supports, and to tell the host, the GPU and tensors without memory apart, as a rehearsal does. To add a kind of
+device, write one class and `register` it; the planner needs an entry in its catalogue besides.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from phalanx.events.heartbeat import Beat
 from phalanx.recovery import state as policy
 from phalanx.recovery.diagnose import HangReport
 from phalanx.recovery.relayout import replicated_elsewhere
-from phalanx.recovery.state import Failure, Node, NodeJoined, Situation
+from phalanx.recovery.state import Failure, NodeJoined, Situation
 from phalanx.spec.layout import Layout
 from phalanx.spec.plan import Plan
 from phalanx.spec.run import Resilience, Run
@@ -219,8 +219,9 @@ class ControllerState:
         begins = [member.join.last_begin for member in self.members.values() if member.join.last_begin is not None]
         return max(begins, key=lambda begin: begin.generation, default=None)
 
-    def nodes(self) -> tuple[Node, ...]:
-        return tuple(Node(number, member.join.slots) for number, member in sorted(self.members.items()))
+    def nodes(self) -> dict[int, int]:
+        """Slots of every node."""
+        return {number: member.join.slots for number, member in sorted(self.members.items())}
 
     def replica_servers(self) -> list[Address]:
         return [member.replica_server for member in self.members.values()]

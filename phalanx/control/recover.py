@@ -14,7 +14,7 @@ from phalanx.control import protocol
 from phalanx.control.controller_state import Control, Generation, RecoveryRecord
 from phalanx.events.records import FailureNoticed, Warned
 from phalanx.recovery.policy import decide, updated_history
-from phalanx.recovery.state import Action, EndRun, Event, Failure, NewGeneration, NoChange, NodeJoined, Wait
+from phalanx.recovery.state import Action, EndRun, Event, Failure, NewGeneration, NodeJoined, Wait
 from phalanx.spec.check_layout import layout_findings
 from phalanx.spec.errors import RunError
 from phalanx.spec.layout import Layout
@@ -93,7 +93,7 @@ class Recovery:
         if not self._control.leads:
             return True
         action = self._decide()
-        if isinstance(action, NoChange):  # the ranks were halted, so the same ranks must begin again
+        if action is None:  # the ranks were halted, so the same ranks must begin again
             action = self._decide(Failure("connection lost", None, generation.step, ""))
         self._record.decided = time.time()
         final = next((event for event in self._events if isinstance(event, Failure) and event.final), None)

@@ -77,10 +77,12 @@ class MessageSealer:
 
 
 class BlockingChannel:
-    """A blocking connection to an authenticated peer, for one thread at a time."""
+    """A blocking connection to a `control/channel` listener, for one thread at a time. Raises Refused if either side does not know the
+    token."""
 
-    def __init__(self, sock: socket.socket, seals: MessageSealer):
-        self._socket, self._seals = sock, seals
+    def __init__(self, address: Address, token: str, use: bytes):
+        self._socket, key = connect(address, token, use)
+        self._seals = MessageSealer(key, client=True)
 
     def send(self, message: JsonObject) -> None:
         self._socket.sendall(self._seals.pack(message))
@@ -93,12 +95,6 @@ class BlockingChannel:
 
     def close(self) -> None:
         self._socket.close()
-
-
-def open_channel(address: Address, token: str, use: bytes, timeout: float = HANDSHAKE_SECONDS) -> BlockingChannel:
-    """Connect to a `control/channel` listener. Raises Refused if either side does not know the token."""
-    sock, key = connect(address, token, use, timeout)
-    return BlockingChannel(sock, MessageSealer(key, client=True))
 
 
 def connect(address: Address, token: str, use: bytes, timeout: float = HANDSHAKE_SECONDS) -> tuple[socket.socket, bytes]:

@@ -10,13 +10,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
-from phalanx.spec.errors import RunError, either, near, shorten
+from phalanx.spec.errors import RunError, did_you_mean, either, shorten
 
 Kind = Literal["kill", "hang", "slow", "corrupt", "nan", "raise", "freeze", "fill-disk", "drop-link", "random"]
 Point = Literal["data", "compute", "collective", "update", "save", "evaluate"]
-Target = Literal["weights", "gradients", "optimizer"]
 POINTS: tuple[str, ...] = get_args(Point)
-TARGETS: tuple[str, ...] = get_args(Target)
+TARGETS = ("weights", "gradients", "optimizer")
 DEFAULT_KINDS = ("kill", "hang", "slow", "corrupt", "nan", "raise", "fill-disk", "drop-link", "kill-node")
 """Kinds that `random` draws unless it is given others."""
 RANDOM_KINDS = (*DEFAULT_KINDS, "freeze", "freeze-node")
@@ -216,20 +215,23 @@ def _fault(part: str) -> Fault:
     name, *words = part.split()
     kind = _KINDS.get(name)
     if kind is None:
-        raise ValueError(f"there is no fault {shorten(name)}{_meant(name, _KINDS)} The faults are {', '.join(_KINDS)}.")
+        guess = did_you_mean(_KINDS, name) or "."
+        raise ValueError(f"there is no fault {shorten(name)}{guess} The faults are {', '.join(_KINDS)}.")
     given: dict[str, Any] = {}
     for written in words:
         word, value = _split(written)
         if word not in kind.words:
-            raise ValueError(f"{name} does not take {shorten(written)}{_meant(word, kind.words)} {_usage(name)}")
+            guess = did_you_mean(kind.words, word) or "."
+            raise ValueError(f"{name} does not take {shorten(written)}{guess} {_usage(name)}")
         if word in given:
             raise ValueError(f"{word} is given twice. {_usage(name)}")
         try:
             given[word] = _WORDS[word].read(value)
         except ValueError:
-            raise ValueError(
-                f"{shorten(written)} is not {_WORDS[word].allowed}{_meant_value(word, value)} {_usage(name)}"
-            ) from None
+            allowed, choices = _WORDS[word].allowed, _WORDS[word].choices
+            guesses = (did_you_mean(choices, item) for item in value.split(",") if item not in choices)
+            guess = next(filter(None, guesses), ".")
+            raise ValueError(f"{shorten(written)} is not {allowed}{guess} {_usage(name)}") from None
     for choices in kind.needs:
         if not any(word in given for word in choices):
             raise ValueError(f"{either(_shape(word) for word in choices)} is missing. {_usage(name)}")
@@ -272,20 +274,6 @@ def _usage(name: str) -> str:
 
 def _shape(word: str) -> str:
     return {_X: "xFACTOR", _A_B: _A_B}.get(word, f"{word}=")
-
-
-def _meant(name: str, known: Iterable[str]) -> str:
-    guesses = near(name, known)
-    return f": did you mean {guesses[0]}?" if guesses else "."
-
-
-def _meant_value(word: str, value: str) -> str:
-    """A suggestion, for words with a few choices."""
-    choices = _WORDS[word].choices
-    for name in value.split(","):
-        if name not in choices and (guesses := near(name, choices)):
-            return f": did you mean {guesses[0]}?"
-    return "."
 
 
 def _format_word(fault: Fault, word: str) -> str:

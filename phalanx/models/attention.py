@@ -3,13 +3,13 @@ attribute of each attention module: local by default. Context parallelism replac
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from phalanx.models.layers import HeadNorm, rotate
+from phalanx.models.layers import HeadNorm, Rotation, rotate
 from phalanx.spec.model import Mla, ModelSpec
 
 _RANK_EPS = 1e-6  # of the two inner norms of latent attention; the published models use it regardless of the other norms
@@ -34,12 +34,8 @@ class Scope:
         return self._mask
 
 
-class Attend(Protocol):
-    """Computes attention. Values may be narrower than queries and keys; scale None: 1 / sqrt(width)."""
-
-    def __call__(
-        self, q_BHSE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, scope: Scope, scale: float | None = None, /
-    ) -> Tensor: ...
+Attend = Callable[..., Tensor]
+"""Computes attention; called like `attend_locally`. Values may be narrower than queries and keys; scale None: 1 / sqrt(width)."""
 
 
 def attend_locally(q_BHSE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, scope: Scope, scale: float | None = None, /) -> Tensor:
@@ -74,6 +70,11 @@ class KVCache:
         return self.keys, self.values
 
 
+def _heads(x_BSW: Tensor, width: int) -> Tensor:
+    """[B, H, S, width]. The number of heads is inferred, not stored: a tensor parallel rank that holds some of them runs the same line."""
+    return x_BSW.unflatten(-1, (-1, width)).transpose(1, 2)
+
+
 class Attention(nn.Module):
     """Grouped-query attention with rotary positions and optional normalization of queries and keys."""
 
@@ -90,21 +91,15 @@ class Attention(nn.Module):
         self.key_norm = HeadNorm(spec.head, eps=spec.norm_eps) if spec.qk_norm else nn.Identity()
         self.attend = attend_locally
 
-    def forward(
-        self, x_BSD: Tensor, scope: Scope, rotation: tuple[Tensor, Tensor] | None, kv_cache: KVCache | None = None
-    ) -> Tensor:
-        batch, length, _ = x_BSD.shape
-        # Head counts are inferred, not stored: a tensor parallel rank that holds some of the heads runs the same line.
-        q, k, v = (
-            project(x_BSD).view(batch, length, -1, self.head).transpose(1, 2) for project in (self.query, self.key, self.value)
-        )
+    def forward(self, x_BSD: Tensor, scope: Scope, rotation: Rotation | None, kv_cache: KVCache | None = None) -> Tensor:
+        q, k, v = (_heads(project(x_BSD), self.head) for project in (self.query, self.key, self.value))
         q, k = self.query_norm(q), self.key_norm(k)
         if rotation is not None:
             q, k = rotate(q, rotation), rotate(k, rotation)
         if kv_cache is not None:
             k, v = kv_cache.extend(k, v)
         attended = self.attend(q, k, v, scope)
-        return self.output(attended.transpose(1, 2).reshape(batch, length, -1))
+        return self.output(attended.transpose(1, 2).flatten(2))
 
 
 class LatentAttention(nn.Module):
@@ -132,12 +127,9 @@ class LatentAttention(nn.Module):
         self.output = nn.Linear(spec.heads * mla.value_dim, spec.dim, bias=False)
         self.attend = attend_locally
 
-    def forward(
-        self, x_BSD: Tensor, scope: Scope, rotation: tuple[Tensor, Tensor] | None, kv_cache: KVCache | None = None
-    ) -> Tensor:
+    def forward(self, x_BSD: Tensor, scope: Scope, rotation: Rotation | None, kv_cache: KVCache | None = None) -> Tensor:
         assert rotation is not None, "latent attention needs rotary positions; `spec/check` refuses others"
-        batch, length, _ = x_BSD.shape
-        q_BHSE = self._heads(self._queries(x_BSD), self.mla.nope_dim + self.mla.rope_dim)
+        q_BHSE = _heads(self._queries(x_BSD), self.mla.nope_dim + self.mla.rope_dim)
         q_plain, q_rotated = q_BHSE.split((self.mla.nope_dim, self.mla.rope_dim), dim=-1)
         q_BHSE = torch.cat((q_plain, rotate(q_rotated, rotation).to(q_plain.dtype)), dim=-1)
         latent_BSR, shared_BSP = self.kv_down(x_BSD).split((self.mla.kv_rank, self.mla.rope_dim), dim=-1)
@@ -146,7 +138,7 @@ class LatentAttention(nn.Module):
             latent_B1SR, shared_B1SP = kv_cache.extend(latent_B1SR, shared_B1SP)
         k_BHTE, v_BHTE = self._expand(latent_B1SR[:, 0], shared_B1SP)
         attended = self.attend(q_BHSE, k_BHTE, v_BHTE, scope, self.scale)
-        return self.output(attended.transpose(1, 2).reshape(batch, length, -1))
+        return self.output(attended.transpose(1, 2).flatten(2))
 
     def _queries(self, x_BSD: Tensor) -> Tensor:
         if self.mla.q_rank is None:
@@ -155,13 +147,7 @@ class LatentAttention(nn.Module):
 
     def _expand(self, latent_BTR: Tensor, shared_B1TP: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of every head."""
-        both = self._heads(self.kv_up(latent_BTR), self.mla.nope_dim + self.mla.value_dim)
+        both = _heads(self.kv_up(latent_BTR), self.mla.nope_dim + self.mla.value_dim)
         plain, v_BHTE = both.split((self.mla.nope_dim, self.mla.value_dim), dim=-1)
         shared = shared_B1TP.to(plain.dtype).expand(-1, plain.shape[1], -1, -1)
         return torch.cat((plain, shared), dim=-1), v_BHTE
-
-    @staticmethod
-    def _heads(x_BSW: Tensor, width: int) -> Tensor:
-        # The number of heads is inferred, not stored: a tensor parallel rank that holds some of them runs the same line.
-        batch, length, _ = x_BSW.shape
-        return x_BSW.view(batch, length, -1, width).transpose(1, 2)

@@ -3,8 +3,9 @@ two tables describe its parameters to the other rooms: AXES names the dimensions
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from copy import copy
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from phalanx.models.attention import Attention, KVCache, LatentAttention, Scope
-from phalanx.models.layers import GELU, SwiGLU, norm, rotary
+from phalanx.models.layers import GELU, Rotation, SwiGLU, norm, rotary
 from phalanx.models.moe import MoE
 from phalanx.spec.model import ModelSpec
 
@@ -76,9 +77,7 @@ class Block(nn.Module):
         self.mlp_norm = norm(spec, spec.dim)
         self.mlp = _feed_forward(spec, index)
 
-    def forward(
-        self, x_BSD: Tensor, scope: Scope, rotation: tuple[Tensor, Tensor] | None, kv_cache: KVCache | None = None
-    ) -> Tensor:
+    def forward(self, x_BSD: Tensor, scope: Scope, rotation: Rotation | None, kv_cache: KVCache | None = None) -> Tensor:
         x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), scope, rotation, kv_cache)
         return x_BSD + self.mlp(self.mlp_norm(x_BSD))
 
@@ -96,19 +95,14 @@ def _embedding(rows: int, dim: int) -> nn.Embedding:
     return nn.Embedding.from_pretrained(weight if weight.is_meta else weight.normal_(), freeze=False)
 
 
-class Project(Protocol):
-    """Turns the final states into logits, or into whatever the loss reads instead of them."""
-
-    def __call__(self, x_BSD: Tensor, weight_VD: Tensor, /) -> Any: ...
-
-
 class Decoder(nn.Module):
     """Tokens in, logits out. Positions and document boundaries are inputs.
 
-    `project` is a plain attribute like `attend`: a matrix product by default, replaced where logits are divided or chunked.
+    `project` is a plain attribute like `attend`: it turns the final states and the weight of the head into logits, or into whatever the
+    loss reads instead of them. A matrix product by default, replaced where logits are divided or chunked.
     """
 
-    project: Project
+    project: Callable[[Tensor, Tensor], Any]
 
     def __init__(self, spec: ModelSpec):
         super().__init__()
@@ -157,7 +151,7 @@ class Decoder(nn.Module):
             x_BSD = block(x_BSD, scope, rotation, None if kv_cache is None else kv_cache[index])
         return self._finish(x_BSD, tokens_BS, scope, rotation) if self.is_last_stage else x_BSD
 
-    def _finish(self, x_BSD: Tensor, tokens_BS: Tensor, scope: Scope, rotation: tuple[Tensor, Tensor] | None) -> Any:
+    def _finish(self, x_BSD: Tensor, tokens_BS: Tensor, scope: Scope, rotation: Rotation | None) -> Any:
         logits_BSV = self._logits(self.norm(x_BSD))
         if not (len(self.mtp) and self.training and torch.is_grad_enabled()):
             return logits_BSV
@@ -183,9 +177,7 @@ class MTPModule(nn.Module):
         self.block = block
         self.norm = norm(spec, spec.dim)
 
-    def forward(
-        self, state_BSD: Tensor, token_BSD: Tensor, scope: Scope, rotation: tuple[Tensor, Tensor] | None
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, state_BSD: Tensor, token_BSD: Tensor, scope: Scope, rotation: Rotation | None) -> tuple[Tensor, Tensor]:
         """The state for the next depth, and the same state normalized, for the head."""
         joined_BSD = self.join(torch.cat((self.token_norm(token_BSD), self.state_norm(state_BSD)), dim=-1))
         # From here on it is a residual stream, in the precision of the previous one.

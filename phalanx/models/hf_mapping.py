@@ -7,7 +7,6 @@ is one contiguous range of bytes, whatever the two layouts are.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -147,11 +146,6 @@ def _order(pairs: tuple[int, int], count: int) -> Tensor:
     return (torch.arange(0, count, height)[:, None] + unit).flatten()
 
 
-def matrix(shape: tuple[int, ...]) -> tuple[int, int]:
-    """A tensor's rows and width."""
-    return (math.prod(shape[:-1]), shape[-1]) if len(shape) > 1 else (math.prod(shape), 1)
-
-
 class Files(Protocol):
     """The tensors of a folder; `checkpointing/hf_folder` implements it."""
 
@@ -218,7 +212,7 @@ def _ignorable(name: str, spec: ModelSpec) -> bool:
 
 
 def _plain(ours: str, theirs: str, *shape: int) -> Entry:
-    return Entry(name=ours, shape=shape, parts=(HFPart(hf_name=theirs, shape=shape, rows=(0, matrix(shape)[0])),))
+    return Entry(name=ours, shape=shape, parts=(HFPart(hf_name=theirs, shape=shape, rows=(0, shape[0])),))
 
 
 def _decoder(spec: ModelSpec, kind: str, names: set[str], interleaved: bool) -> Iterator[Entry]:

@@ -8,7 +8,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,8 +17,6 @@ from phalanx.models.decoder import INITIAL, Decoder
 from phalanx.spec.fields import original_tensor
 from phalanx.spec.model import ModelSpec
 from phalanx.spec.tensor_slice import Box, TensorSlice
-
-Model = TypeVar("Model", bound=nn.Module)
 
 _CHUNK = 1 << 20  # elements drawn at a time; bounds the 64-bit scratch memory to a few tens of MB
 
@@ -32,15 +29,14 @@ def build(spec: ModelSpec) -> nn.Module:
         return Decoder(spec)
 
 
-def materialize(model: Model, seed: int, device: torch.device) -> Model:
+def materialize(model: nn.Module, seed: int, device: torch.device) -> nn.Module:
     """Allocate a model from `build` on `device` and set its initial values."""
     model.to_empty(device=device)
     spec = model.spec
     assert isinstance(spec, ModelSpec), "`build` sets the spec"
     initial = table(model)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            fill(parameter, seed, name, spec, initial=initial)
+    for name, parameter in model.named_parameters():
+        fill(parameter, seed, name, spec, initial=initial)
     reset_buffers(model)
     return model
 

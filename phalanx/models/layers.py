@@ -1,4 +1,4 @@
-"""The parts of a block besides attention: norms, rotary positions, feed-forward. Used by `models/decoder`, `mla` and `moe`."""
+"""The parts of a block besides attention: norms, rotary positions, feed-forward. Used by `models/decoder`, `attention` and `moe`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ from torch import Tensor, nn
 from phalanx.spec.model import ModelSpec, RopeScaling
 
 # Shapes: B batch, S sequence, D model width, H heads, K key/value heads, E head width, V vocabulary.
+
+Rotation = tuple[Tensor, Tensor]
+"""Cosines and sines of every position, [B, 1, S, E/2] each."""
 
 
 def norm(spec: ModelSpec, width: int) -> nn.Module:
@@ -62,8 +65,8 @@ def _yarn_scaling(frequencies: Tensor, theta: float, scaling: RopeScaling) -> Te
     return frequencies / scaling.factor * scaled + frequencies * (1 - scaled)
 
 
-def rotary(spec: ModelSpec, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of every position, [B, 1, S, E/2] each; computed once per forward and shared by all blocks."""
+def rotary(spec: ModelSpec, positions: Tensor) -> Rotation:
+    """The rotation of every position; computed once per forward and shared by all blocks."""
     angles = positions[:, None, :, None].float() * rotary_frequencies(spec, positions.device)
     scaling = spec.rope_scaling
     if scaling is None or scaling.kind != "yarn":
@@ -71,7 +74,7 @@ def rotary(spec: ModelSpec, positions: Tensor) -> tuple[Tensor, Tensor]:
     return angles.cos() * scaling.rotation_size, angles.sin() * scaling.rotation_size
 
 
-def rotate(x_BHSE: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+def rotate(x_BHSE: Tensor, rotation: Rotation) -> Tensor:
     """Rotate each pair (channel i, channel i + E/2) by its angle; Hugging Face checkpoints use the same pairing."""
     cos, sin = (part.to(x_BHSE.dtype) for part in rotation)
     first, second = x_BHSE.chunk(2, dim=-1)

@@ -1,7 +1,7 @@
 """Mixture of experts in place of a block's feed-forward: a router sends each token to a few experts, and drops none. Mixtral,
 Qwen3-MoE and DeepSeek-V3 are settings of it. Used by `models/decoder`; training reads `routers` to balance them.
 
-`MoE.dispatch` is a plain attribute: local by default. Expert parallelism replaces it; the model does not change.
+`MoE.dispatch` is a plain attribute, `dispatch_locally` by default. Expert parallelism replaces it; the model does not change.
 """
 
 from __future__ import annotations
@@ -214,14 +214,8 @@ class ExpertsLike(Protocol):
     def __call__(self, x_RD: Tensor, counts_E: Tensor, /) -> Tensor: ...
 
 
-class Dispatch(Protocol):
-    """Sends tokens to their experts and combines the results."""
-
-    def __call__(self, x_TD: Tensor, chosen_TK: Tensor, weights_TK: Tensor, experts: ExpertsLike, /) -> Tensor: ...
-
-
 def dispatch_locally(x_TD: Tensor, chosen_TK: Tensor, weights_TK: Tensor, experts: ExpertsLike, /) -> Tensor:
-    """Dispatch with all experts on this device. Every token reaches each of its experts: there is no capacity limit."""
+    """Send tokens to their experts, all on this device, and combine the results. Every token reaches each of its experts: there is no capacity limit."""
     active = chosen_TK.shape[1]
     order_R = chosen_TK.flatten().argsort(stable=True)
     back_R = torch.empty_like(order_R).scatter_(0, order_R, torch.arange(len(order_R), device=order_R.device))
@@ -249,7 +243,7 @@ class _PermuteRows(torch.autograd.Function):
 class MoE(nn.Module):
     """The shared experts, which process every token, plus the routed experts."""
 
-    dispatch: Dispatch
+    dispatch: Callable[[Tensor, Tensor, Tensor, ExpertsLike], Tensor]
 
     def __init__(self, dim: int, moe: Moe):
         super().__init__()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from inspect import signature
 
@@ -28,48 +28,29 @@ class Sampling:
 
 @torch.inference_mode()
 def generate(model: nn.Module, prompt: Sequence[int], count: int, end: int, sampling: Sampling) -> Iterator[int]:
-    """Up to `count` tokens after the prompt; stops after the end token, or at the end of learned positions."""
-    device = next(model.parameters()).device
-    generator = torch.Generator(device=device).manual_seed(sampling.seed)
-    reader = _with_kv_cache(model) if "kv_cache" in signature(model.forward).parameters else _without_cache(model)
-    next(reader)
-    tokens = list(prompt)
+    """Up to `count` tokens after the prompt; stops after the end token, or at the end of learned positions.
+
+    For custom modules without a KV cache, the whole text is computed again for each token.
+    """
+    spec = model.spec
+    assert isinstance(spec, ModelSpec)
+    caching = "kv_cache" in signature(model.forward).parameters
+    options = {"kv_cache": [KVCache() for _ in range(spec.layers)]} if caching else {}
+    text = torch.tensor([prompt], device=next(model.parameters()).device)
+    generator = torch.Generator(device=text.device).manual_seed(sampling.seed)
+    known = 0  # tokens in the KV cache
     for _ in range(count):
-        logits = reader.send(torch.tensor([tokens], device=device))
-        if logits is None:
+        length = text.shape[1]
+        if caching and spec.positions == "learned" and length > spec.context:
             return
-        token = draw(logits, sampling, generator)
+        positions = torch.arange(known, length, device=text.device)[None]
+        logits_V = model(text[:, known:], positions, **options)[0, -1].float()
+        known = length if caching else 0
+        token = draw(logits_V, sampling, generator)
         yield token
         if token == end:
             return
-        tokens = [token]
-
-
-Reader = Generator[Tensor | None, Tensor, None]
-"""Takes the new tokens, [1, S], and returns the logits of the next token, [V]; None: no position is left."""
-
-
-def _with_kv_cache(model: nn.Module) -> Reader:
-    """Computes only the new tokens."""
-    spec = model.spec
-    assert isinstance(spec, ModelSpec)
-    kv_cache = [KVCache() for _ in range(spec.layers)]
-    position = 0
-    tokens = yield None
-    while spec.positions != "learned" or position + tokens.shape[1] <= spec.context:
-        positions = torch.arange(position, position + tokens.shape[1], device=tokens.device)[None]
-        position += tokens.shape[1]
-        tokens = yield model(tokens, positions, kv_cache=kv_cache)[0, -1].float()
-    yield None
-
-
-def _without_cache(model: nn.Module) -> Reader:
-    """Computes the whole text again for each token, for custom modules without a KV cache."""
-    text = yield None
-    while True:
-        positions = torch.arange(text.shape[1], device=text.device)[None]
-        tokens = yield model(text, positions)[0, -1].float()
-        text = torch.cat((text, tokens), dim=1)
+        text = torch.cat((text, text.new_tensor([[token]])), dim=1)
 
 
 def draw(logits_V: Tensor, sampling: Sampling, generator: torch.Generator) -> int:

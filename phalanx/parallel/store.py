@@ -77,7 +77,7 @@ class ControlStore(dist.Store):
             with suppress(IndexError):
                 channel = self._idle.pop()
             if channel is None:
-                channel = frames.open_channel(self._address, self._token, frames.CONTROL)
+                channel = BlockingChannel(self._address, self._token, frames.CONTROL)
                 channel.send({"store": self._generation})
             channel.send(request)
             answer = channel.receive(request.get("timeout", 0.0) + _GRACE)

@@ -22,7 +22,7 @@ from phalanx.recovery.relayout import (
     retained_ranks,
     with_valid_settings,
 )
-from phalanx.recovery.state import Action, EndRun, Event, Failure, NewGeneration, NoChange, NodeJoined, Situation, Wait
+from phalanx.recovery.state import Action, EndRun, Event, Failure, NewGeneration, NodeJoined, Situation, Wait
 from phalanx.spec.layout import Layout
 
 
@@ -35,7 +35,7 @@ def decide(situation: Situation, events: Sequence[Event], legal: Legal) -> Actio
     aftermath = _aftermath(situation, events)
     grown = _grow(aftermath, legal)
     if not (aftermath.dead or aftermath.displaced or aftermath.broken):
-        return grown or NoChange()
+        return grown
     # If the run is interrupted anyway, it grows at once rather than twice.
     return _continue_degraded(aftermath, legal) or grown or _same_layout(aftermath) or _shrink(aftermath, legal)
 
@@ -74,7 +74,7 @@ def _aftermath(situation: Situation, events: Sequence[Event]) -> _Aftermath:
     joined = {event.node for event in events if isinstance(event, NodeJoined)}
     lost = {failure.node for failure in failed if failure.cause == "node lost"}
     # A node may be lost and joined in one batch: it has slots then, but nothing of what ran on it.
-    living = {node.number: node.slots for node in situation.nodes if node.number not in lost - joined}
+    living = {node: slots for node, slots in situation.nodes.items() if node not in lost - joined}
     dead = {rank for rank, node in enumerate(assignment) if node in lost or node not in living}
     dead |= {*situation.dead, *(failure.rank for failure in failed if failure.rank is not None)}
     if any(failure.cause == "corrupt" and failure.rank is None for failure in failed):
@@ -83,7 +83,7 @@ def _aftermath(situation: Situation, events: Sequence[Event]) -> _Aftermath:
         situation=situation,
         living=living,
         dead=frozenset(dead),
-        places=retained_ranks(situation, living, dead),
+        places=retained_ranks(assignment, living, dead),
         broken=any(failure.cause == "connection lost" for failure in failed),
     )
 

@@ -14,7 +14,6 @@ from dataclasses import replace
 from itertools import chain
 from operator import attrgetter
 
-from phalanx.recovery.state import Node, Situation
 from phalanx.spec.errors import divisors
 from phalanx.spec.layout import Layout
 
@@ -107,10 +106,9 @@ def _up_to(most: int, number: int) -> list[int]:
     return [1] if most == 1 else [degree for degree in divisors(number) if degree <= most]
 
 
-def initial_assignment(layout: Layout, nodes: Sequence[Node]) -> tuple[int, ...]:
-    """The node of each rank of a new run: nodes are filled in the given order, so that spare nodes remain at the end."""
-    free = {node.number: node.slots for node in nodes}
-    places = assign_nodes(range(layout.ranks), layout.tensor, free, {})
+def initial_assignment(layout: Layout, nodes: Mapping[int, int]) -> tuple[int, ...]:
+    """The node of each rank of a new run: nodes, with these slots, are filled in their order, so that spare nodes remain at the end."""
+    places = assign_nodes(range(layout.ranks), layout.tensor, nodes, {})
     return tuple(places[rank] for rank in range(layout.ranks))
 
 
@@ -137,13 +135,13 @@ def assign_nodes(ranks: Collection[int], tensor: int, free: Mapping[int, int], p
     return assigned
 
 
-def retained_ranks(situation: Situation, living: Mapping[int, int], dead: Collection[int]) -> dict[int, int]:
+def retained_ranks(assignment: Sequence[int], living: Mapping[int, int], dead: Collection[int]) -> dict[int, int]:
     """Ranks that can stay on their node: all ranks of a living node, unless it has fewer slots than before."""
     places: dict[int, int] = {}
     taken: Counter[int] = Counter()
     # Living ranks first: a dead one can be started anywhere.
-    for rank in sorted(range(len(situation.assignment)), key=lambda rank: (rank in dead, rank)):
-        node = situation.assignment[rank]
+    for rank in sorted(range(len(assignment)), key=lambda rank: (rank in dead, rank)):
+        node = assignment[rank]
         if taken[node] < living.get(node, 0):
             places[rank] = node
             taken[node] += 1

@@ -3,20 +3,12 @@ answer them."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 from phalanx.spec.layout import Layout
 from phalanx.spec.run import Resilience
-
-
-@dataclass(frozen=True, slots=True)
-class Node:
-    """A living node."""
-
-    number: int
-    slots: int
-    """Number of ranks that it can run, including those that it runs now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +59,8 @@ class Situation:
     """Layout of the running generation."""
     assignment: tuple[int, ...]
     """Node of each of its ranks."""
-    nodes: tuple[Node, ...]
-    """All living nodes, including spare and returned ones."""
+    nodes: Mapping[int, int]
+    """Slots of every living node, including spare and returned ones: the ranks that it can run, with those that it runs now."""
     history: tuple[Failure, ...] = ()
     """Earlier failures of this launch."""
     dead: tuple[int, ...] = ()
@@ -112,9 +104,5 @@ class EndRun:
     """The reason, for people."""
 
 
-@dataclass(frozen=True, slots=True)
-class NoChange:
-    """Continue as before."""
-
-
-Action: TypeAlias = NewGeneration | Wait | EndRun | NoChange
+Action: TypeAlias = NewGeneration | Wait | EndRun | None
+"""None: continue as before."""

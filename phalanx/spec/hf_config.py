@@ -244,8 +244,7 @@ def _deepseek(config: Config) -> ModelSpec:
     spec = replace(spec, kv_heads=None, mla=Mla(**config.fields("model.mla", LATENT)))
     if config.number("first_k_dense_replace", zero=True) >= spec.layers:
         return spec
-    if not config.get("n_shared_experts"):
-        raise Unsupported("n_shared_experts", config.get("n_shared_experts"), "DeepSeek-V3 has at least one.")
+    config.number("n_shared_experts")  # unlike `model.moe.shared`, not 0
     values = config.fields("model.moe", EXPERTS["deepseek_v3"])
     values.setdefault("active_groups", values.get("groups", 1))
     return replace(spec, moe=Moe(**values, router="sigmoid", bias_rate=_BIAS_RATE))
@@ -281,7 +280,7 @@ def _rope(config: JsonObject, theta: Json) -> tuple[float, RopeScaling | None]:
     rotated = settings.get("partial_rotary_factor", config.get("partial_rotary_factor"))
     if rotated not in (None, 1, 1.0):
         raise Unsupported("partial_rotary_factor", rotated, "only 1.0 is supported: whole heads are rotated.")
-    kind = settings.get("rope_type") or settings.get("type") or "default"
+    kind: Any = settings.get("rope_type") or settings.get("type") or "default"
     if kind not in ROPE_FIELDS:
         raise Unsupported(f"{where}.rope_type", kind, f"supported are {', '.join(ROPE_FIELDS)}.")
     if kind == "default":
@@ -297,32 +296,26 @@ def _rope(config: JsonObject, theta: Json) -> tuple[float, RopeScaling | None]:
     if factor is None:
         factor = number("max_position_embeddings", longest) / original
     factor = number(f"{where}.factor", factor)
-    if kind == "yarn":
-        return base, _yarn(settings, where, factor, original)
-    low, high = (_given(settings, where, key, plain) for key, plain in (("low_freq_factor", 1.0), ("high_freq_factor", 4.0)))
-    return base, RopeScaling(factor=factor, original_context=original, low_freq_factor=low, high_freq_factor=high)
+    return base, _scaling(settings, where, RopeScaling(kind=kind, factor=factor, original_context=original))
 
 
-def _given(settings: JsonObject, where: str, key: str, plain: float) -> float:
-    """A setting that may be absent or null."""
-    value = settings.get(key)
-    return plain if value is None else number(f"{where}.{key}", value, zero=True)
-
-
-def _yarn(settings: JsonObject, where: str, factor: float, original: int) -> RopeScaling:
+def _scaling(settings: JsonObject, where: str, plain: RopeScaling) -> RopeScaling:
+    """A scaling with the settings of its kind; an absent one, null and in YaRN 0 are the default."""
     if settings.get("truncate", True) is not True:
         raise Unsupported(
             f"{where}.truncate", settings["truncate"], "only true is supported: YaRN's range is rounded to whole channels."
         )
-    given: dict[str, Any] = {key: value for key in ROPE_FIELDS["yarn"] if (value := _given(settings, where, key, 0.0))}
-    if "mscale_all_dim" in given:
-        given.setdefault("mscale", 0.0)
-    scaling = RopeScaling(kind="yarn", factor=factor, original_context=original, **given)
-    stated, inferred = _given(settings, where, "attention_factor", scaling.rotation_size), scaling.rotation_size
-    if not math.isclose(stated, inferred, rel_tol=1e-6):
-        raise Unsupported(
-            f"{where}.attention_factor", stated, f"only the value that follows from the factor is supported, {inferred:g}."
-        )
+    keys = [key for key in (*ROPE_FIELDS[plain.kind], "attention_factor") if settings.get(key) is not None]
+    given = {key: number(f"{where}.{key}", settings[key], zero=True) for key in keys}
+    stated = given.pop("attention_factor", None)
+    if plain.kind == "yarn":
+        given = {key: value for key, value in given.items() if value}
+        if "mscale_all_dim" in given:
+            given.setdefault("mscale", 0.0)
+    scaling = replace(plain, **given)
+    if stated is not None and not math.isclose(stated, scaling.rotation_size, rel_tol=1e-6):
+        only = f"only the value that follows from the factor is supported, {scaling.rotation_size:g}."
+        raise Unsupported(f"{where}.attention_factor", stated, only)
     return scaling
 
 

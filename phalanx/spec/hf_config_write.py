@@ -11,28 +11,19 @@ from phalanx.spec.hf_config import DECODER, EXPERTS, GPT2, LATENT, ROPE_FIELDS
 from phalanx.spec.json_value import JsonObject
 from phalanx.spec.model import ModelSpec
 
-_FAMILIES = {
-    "llama": ("Llama", "LlamaForCausalLM"),
-    "mistral": ("Mistral", "MistralForCausalLM"),
-    "qwen3": ("Qwen3", "Qwen3ForCausalLM"),
-    "qwen3_moe": ("Qwen3-MoE", "Qwen3MoeForCausalLM"),
-    "mixtral": ("Mixtral", "MixtralForCausalLM"),
-    "gpt2": ("GPT-2", "GPT2LMHeadModel"),
-    "deepseek_v3": ("DeepSeek-V3", "DeepseekV3ForCausalLM"),
-}
-"""Hugging Face's `model_type` to the family's name and class."""
-NAMES = {model_type: name for model_type, (name, _) in _FAMILIES.items()}
+_GPT2: JsonObject = {"activation_function": "gelu_new", "attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
 _QWEN3: JsonObject = {"attention_bias": False, "sliding_window": None, "use_sliding_window": False}
-_FIXED: dict[str, JsonObject] = {
-    "llama": {"attention_bias": False, "mlp_bias": False},
-    "mistral": {"sliding_window": None},
-    "qwen3": _QWEN3,
-    "qwen3_moe": _QWEN3 | {"decoder_sparse_step": 1, "mlp_only_layers": []},
-    "mixtral": {"sliding_window": None},
-    "gpt2": {"activation_function": "gelu_new", "attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0},
-    "deepseek_v3": {"attention_bias": False, "rope_interleave": True},
+_FAMILIES: dict[str, tuple[str, str, JsonObject]] = {
+    "llama": ("Llama", "LlamaForCausalLM", {"attention_bias": False, "mlp_bias": False}),
+    "mistral": ("Mistral", "MistralForCausalLM", {"sliding_window": None}),
+    "qwen3": ("Qwen3", "Qwen3ForCausalLM", _QWEN3),
+    "qwen3_moe": ("Qwen3-MoE", "Qwen3MoeForCausalLM", _QWEN3 | {"decoder_sparse_step": 1, "mlp_only_layers": []}),
+    "mixtral": ("Mixtral", "MixtralForCausalLM", {"sliding_window": None}),
+    "gpt2": ("GPT-2", "GPT2LMHeadModel", _GPT2),
+    "deepseek_v3": ("DeepSeek-V3", "DeepseekV3ForCausalLM", {"attention_bias": False, "rope_interleave": True}),
 }
-"""What is the same in every model of a family."""
+"""Hugging Face's `model_type` to the family's name, its class and the keys that are the same in all its models."""
+NAMES = {model_type: name for model_type, (name, *_) in _FAMILIES.items()}
 
 
 def family(spec: ModelSpec) -> str:
@@ -59,8 +50,9 @@ def family(spec: ModelSpec) -> str:
 def config(spec: ModelSpec, *, dtype: str = "float32", tokens: Mapping[str, int | None] | None = None) -> JsonObject:
     """A config.json that `AutoModelForCausalLM` loads. `dtype`: torch's name; `tokens`: token ids by key, such as eos_token_id."""
     name = family(spec)
+    _, architecture, fixed = _FAMILIES[name]
     common: JsonObject = {
-        "architectures": [_FAMILIES[name][1]],
+        "architectures": [architecture],
         "model_type": name,
         "torch_dtype": dtype,  # newer versions write "dtype" but read this too
         "bos_token_id": None,
@@ -70,7 +62,7 @@ def config(spec: ModelSpec, *, dtype: str = "float32", tokens: Mapping[str, int 
     }
     fields = GPT2 if name == "gpt2" else DECODER
     spec = replace(spec, vocab=spec.rows, ffn=spec.hidden, kv_heads=spec.kv, head_dim=spec.head)
-    values = common | dict(tokens or {}) | _FIXED[name] | {key: getattr(spec, field) for key, field in fields.items()}
+    values = common | dict(tokens or {}) | fixed | {key: getattr(spec, field) for key, field in fields.items()}
     more: JsonObject = {"n_ctx": spec.context} if name == "gpt2" else _decoder(spec, name)
     return values | more
 
@@ -115,18 +107,13 @@ def _moe_rules(spec: ModelSpec, name: str) -> _Rules:
             (moe.experts // moe.groups < 2, f"model.moe.groups = {moe.groups}", "needs two experts in a group"),
         ]
     only = {"shared": 0, "dense_layers": 0, "groups": 1, "scale": 1.0}
+    given = {key: getattr(moe, key) for key in only}
+    others = "other values need model.mla"
     sums = "always divides weights by their sum; Qwen3-MoE, with model.qk_norm, does not have to"
     return [
         (moe.router != "softmax", f'model.moe.router = "{moe.router}"', 'has a router of "softmax"; "sigmoid" needs model.mla'),
         (moe.bias_rate > 0, f"model.moe.bias_rate = {moe.bias_rate:g}", "has no bias in its router; it needs model.mla"),
-        *(
-            (
-                getattr(moe, key) != value,
-                f"model.moe.{key} = {getattr(moe, key)}",
-                f"supports only {value}; other values need model.mla",
-            )
-            for key, value in only.items()
-        ),
+        *((given[key] != n, f"model.moe.{key} = {given[key]}", f"supports only {n}; {others}") for key, n in only.items()),
         (name == "mixtral" and not moe.normalize, "model.moe.normalize = false", sums),
     ]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,22 +37,21 @@ def resolve(run: Run) -> Run:
 
     A run that has its vocabulary size is complete. What cannot be read stays open here; `check` reports it.
     """
-    if run.model.vocab is None and run.model.from_ is not None:
-        try:
+    with suppress(RunError):
+        if run.model.vocab is None and run.model.from_ is not None:
             start = origin(run.model.from_)
-        except RunError:
-            start = None
-        if start is None:
-            return run
-        run = replace(run, model=under(run.model, start.model))
-        if start.tokenizer is not None and run.data.tokenizer == Data().tokenizer:
-            run = replace(run, data=replace(run.data, tokenizer=start.tokenizer))
-    if run.model.vocab is None:
-        try:
+            if start is None:
+                return run
+            run = replace(run, model=under(run.model, start.model))
+            if run.data.tokenizer == Data().tokenizer:
+                run = _with_tokenizer(run, start)
+        if run.model.vocab is None:
             return replace(run, model=replace(run.model, vocab=vocabulary_size(run.data.tokenizer)))
-        except RunError:
-            return run
     return run
+
+
+def _with_tokenizer(run: Run, start: Origin) -> Run:
+    return run if start.tokenizer is None else replace(run, data=replace(run.data, tokenizer=start.tokenizer))
 
 
 def _finish(draft: Draft, overrides: Sequence[str]) -> Run:
@@ -60,8 +60,8 @@ def _finish(draft: Draft, overrides: Sequence[str]) -> Run:
     values = draft.values()
     start = _start(draft, values)
     run = draft.build(values, None if start is None else start.model)
-    if start is not None and start.tokenizer is not None and "data.tokenizer" not in values:
-        run = replace(run, data=replace(run.data, tokenizer=start.tokenizer))
+    if start is not None and "data.tokenizer" not in values:
+        run = _with_tokenizer(run, start)
     run = resolve(run)
     for finding in findings(run):
         if not any(draft.doubts(path) for path in finding.keys) and not (finding.not_if_resolved and draft.is_resolved):

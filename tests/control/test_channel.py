@@ -93,7 +93,7 @@ def test_both_sides_must_know_the_token() -> None:
             with pytest.raises(Refused, match="refused this one's token"):
                 await connect(listener.address, "another secret")
             with pytest.raises(Refused, match="refused this one's token"):
-                await asyncio.to_thread(frames.open_channel, listener.address, "another secret", frames.CONTROL)
+                await asyncio.to_thread(frames.BlockingChannel, listener.address, "another secret", frames.CONTROL)
             with pytest.raises(Refused, match="refused this one's token"):  # a proof for replica servers is none here
                 await asyncio.to_thread(frames.connect, listener.address, TOKEN, frames.REPLICAS)
             assert refused == ["it does not know the token of this run"] * 3
@@ -126,7 +126,7 @@ def test_impostor_server_learns_nothing_and_is_refused() -> None:
 
 def test_blocking_client_and_asyncio_listener_interoperate() -> None:
     def ask(address: frames.Address) -> dict[str, Any]:
-        channel = frames.open_channel(address, TOKEN, frames.CONTROL)
+        channel = frames.BlockingChannel(address, TOKEN, frames.CONTROL)
         channel.send({"n": 1})
         answer = channel.receive(5.0)
         with pytest.raises(TimeoutError):

@@ -42,7 +42,7 @@ class Honest(threading.Thread):
         try:
             while not self.over.is_set():
                 if channel is None:
-                    channel = frames.open_channel(self.address, meeting.TOKEN, frames.CONTROL)
+                    channel = frames.BlockingChannel(self.address, meeting.TOKEN, frames.CONTROL)
                     channel.send({"store": 1})
                 channel.send({"op": "add", "key": self.key, "value": 1})
                 answer = channel.receive(10.0)
@@ -204,7 +204,7 @@ def _campaign(strangers: int, changed: int) -> None:
         grown = agent.memory() - memory
         reached = [one.asked for one in honest]
         meeting.until(lambda: all(one.asked > before for one, before in zip(honest, reached, strict=True)), "all go on")
-        channel = frames.open_channel(agent.address, meeting.TOKEN, frames.CONTROL)
+        channel = frames.BlockingChannel(agent.address, meeting.TOKEN, frames.CONTROL)
         channel.send({"store": 1})
         channel.send({"op": "get", "keys": ["way"], "timeout": 0})
         assert channel.receive(5.0) in (

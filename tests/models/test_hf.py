@@ -19,7 +19,8 @@ from phalanx.spec.model import PRESETS, Mla, ModelSpec, Moe
 
 def rows_of(state: dict[str, Tensor]) -> hf_mapping.Rows:
     """Their tensors in memory, read as a folder would be."""
-    return lambda name, first, last: state[name].reshape(hf_mapping.matrix(tuple(state[name].shape)))[first:last]
+    matrices = {name: tensor.flatten(0, -2) if tensor.ndim > 1 else tensor[:, None] for name, tensor in state.items()}
+    return lambda name, first, last: matrices[name][first:last]
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -9,12 +9,12 @@ import pytest
 from happenings import disconnected, node_lost, worker_died
 
 from phalanx.recovery.policy import decide, failures, updated_history, verdict
-from phalanx.recovery.state import Action, EndRun, Event, Failure, NewGeneration, Node, NodeJoined, Situation, Wait
+from phalanx.recovery.state import Action, EndRun, Event, Failure, NewGeneration, NodeJoined, Situation, Wait
 from phalanx.spec.layout import Layout
 from phalanx.spec.run import Resilience
 
 FOUR = Layout(data=4)
-START = Situation(wanted=FOUR, layout=FOUR, assignment=(0, 0, 1, 1), nodes=(Node(0, 2), Node(1, 2)))
+START = Situation(wanted=FOUR, layout=FOUR, assignment=(0, 0, 1, 1), nodes={0: 2, 1: 2})
 
 
 def anything(layout: Layout) -> bool:

@@ -11,7 +11,7 @@ from happenings import corrupt, disconnected, node_lost, worker_died
 
 from phalanx.recovery.policy import decide
 from phalanx.recovery.relayout import Legal, initial_assignment
-from phalanx.recovery.state import Event, Failure, NewGeneration, NoChange, Node, NodeJoined, Situation, Wait
+from phalanx.recovery.state import Event, Failure, NewGeneration, NodeJoined, Situation, Wait
 from phalanx.spec.layout import Layout
 from phalanx.spec.run import Resilience
 
@@ -19,11 +19,11 @@ LegalFor = Callable[..., Legal]
 CUBE = Layout(pipeline=2, data=2, tensor=2)
 
 
-def nodes(*slots: int) -> tuple[Node, ...]:
-    return tuple(Node(number, count) for number, count in enumerate(slots))
+def nodes(*slots: int) -> dict[int, int]:
+    return dict(enumerate(slots))
 
 
-def situation(layout: Layout, living: tuple[Node, ...], **changes: Any) -> Situation:
+def situation(layout: Layout, living: dict[int, int], **changes: Any) -> Situation:
     fields: dict[str, Any] = {
         "wanted": layout,
         "layout": layout,
@@ -111,7 +111,7 @@ def test_run_shrinks_twice_and_grows_back(legal: Legal) -> None:
         (NodeJoined(0), (0, 1, 2)),
         (NodeJoined(3), (0, 1, 2, 3)),
     ):
-        state = replace(state, nodes=tuple(node for node in everything if node.number in living))
+        state = replace(state, nodes={node: everything[node] for node in living})
         go = went(state, event, legal)
         assert go.action == ("shrink" if isinstance(event, Failure) else "grow")
         ranks.append(go.layout.ranks)
@@ -138,7 +138,7 @@ def test_run_that_must_not_shrink_waits_for_the_node(legal: Legal) -> None:
     assert isinstance(decide(replace(waiting, nodes=nodes(4)), [NodeJoined(0)], legal), Wait)
     back = went(waiting, NodeJoined(1), legal)  # it is there again, but what ran on it is not
     assert (back.action, back.assignment, fresh(back)) == ("restart", before.assignment, (4, 5, 6, 7))
-    other = went(replace(waiting, nodes=(Node(0, 4), Node(7, 4))), NodeJoined(7), legal)
+    other = went(replace(waiting, nodes={0: 4, 7: 4}), NodeJoined(7), legal)
     assert (other.action, other.assignment[4:], fresh(other)) == ("spare", (7, 7, 7, 7), (4, 5, 6, 7))
 
 
@@ -162,9 +162,9 @@ def test_a_node_that_is_back_already_starts_its_ranks_again(legal: Legal) -> Non
 
 
 def test_a_node_that_is_not_needed_changes_nothing(legal: Legal) -> None:
-    assert decide(situation(CUBE, nodes(4, 4, 4)), [NodeJoined(2)], legal) == NoChange()
+    assert decide(situation(CUBE, nodes(4, 4, 4)), [NodeJoined(2)], legal) is None
     six = Layout(data=3, tensor=2)
-    assert decide(situation(six, nodes(4, 3), wanted=CUBE), [NodeJoined(1)], legal) == NoChange()  # 7 are no better than 6
+    assert decide(situation(six, nodes(4, 3), wanted=CUBE), [NodeJoined(1)], legal) is None  # 7 are no better than 6
 
 
 def test_a_failure_with_room_for_more_grows_at_once(legal: Legal) -> None:

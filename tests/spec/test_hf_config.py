@@ -148,7 +148,8 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (DEEPSEEK, {"num_key_value_heads": 8}, "num_key_value_heads = 8"),
     (DEEPSEEK, {"topk_method": "greedy"}, 'topk_method = "greedy"'),
     (DEEPSEEK, {"scoring_func": "softmax"}, 'scoring_func = "softmax"'),
-    (DEEPSEEK, {"n_shared_experts": 0}, "n_shared_experts = 0"),
+    (DEEPSEEK, {"n_shared_experts": 0}, "n_shared_experts = 0: a number above 0"),
+    (DEEPSEEK, {"n_shared_experts": -1}, "n_shared_experts = -1: a number above 0"),
 ]
 
 

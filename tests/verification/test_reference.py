@@ -25,8 +25,8 @@ STEPS = 6
 def ours_from(tensors: dict[str, Tensor], spec: ModelSpec) -> dict[str, Tensor]:
     """Their tensors, weights or gradients, under our names."""
     found = {entry.name: torch.empty(entry.shape) for entry in hf_mapping.table(spec, tensors)}
-    rows = lambda name, first, last: tensors[name].reshape(hf_mapping.matrix(tuple(tensors[name].shape)))[first:last]  # noqa: E731
-    hf_mapping.fill(found, hf_mapping.table(spec, tensors), rows)
+    matrices = {name: tensor.flatten(0, -2) if tensor.ndim > 1 else tensor[:, None] for name, tensor in tensors.items()}
+    hf_mapping.fill(found, hf_mapping.table(spec, tensors), lambda name, first, last: matrices[name][first:last])
     return found
 
 

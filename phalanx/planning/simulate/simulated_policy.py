@@ -12,7 +12,7 @@ from typing import Literal
 from phalanx.planning.machines.cluster import Failures
 from phalanx.recovery.policy import decide, failures, updated_history, verdict
 from phalanx.recovery.relayout import initial_assignment
-from phalanx.recovery.state import Action, Event, Failure, NewGeneration, Node, NodeJoined, Situation, Wait
+from phalanx.recovery.state import Action, Event, Failure, NewGeneration, NodeJoined, Situation, Wait
 from phalanx.spec.layout import Layout
 from phalanx.spec.run import Resilience
 
@@ -95,7 +95,7 @@ class DecisionCache:
     def initial(self) -> PlacedLayout:
         """The wanted layout on healthy nodes."""
         nodes = range(-(-self.wanted.ranks // self.slots))
-        return self.place(self.wanted, initial_assignment(self.wanted, [Node(number, self.slots) for number in nodes]))
+        return self.place(self.wanted, initial_assignment(self.wanted, dict.fromkeys(nodes, self.slots)))
 
     def place(self, layout: Layout, assignment: tuple[int, ...]) -> PlacedLayout:
         numbers: dict[int, int] = {}
@@ -145,7 +145,7 @@ class SimulatedPolicy:
         # The message names the true node and rank: the history tells failures apart by it.
         event = _event(fault, node, rank, step)
         situation = Situation(
-            wanted=self._cache.wanted, layout=self.placed.layout, assignment=self.placed.assignment, nodes=(), history=self._history,
+            wanted=self._cache.wanted, layout=self.placed.layout, assignment=self.placed.assignment, nodes={}, history=self._history,
             first_step=self.first_step, settings=self._cache.settings,
         )  # fmt: skip
         end = verdict(situation, failures(situation, [event]))
@@ -192,7 +192,7 @@ class SimulatedPolicy:
         numbers = [node for node in range(self.placed.used + self._visible_free) if node not in gone]
         return Situation(
             wanted=self._cache.wanted, layout=self.placed.layout, assignment=self.placed.assignment,
-            nodes=tuple(Node(number, self._cache.slots) for number in numbers), dead=self._dead, first_step=self.first_step,
+            nodes=dict.fromkeys(numbers, self._cache.slots), dead=self._dead, first_step=self.first_step,
             settings=replace(self._cache.settings, restarts=10**9), batch=self._cache.batch,
         )  # fmt: skip
 
