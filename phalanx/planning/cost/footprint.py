@@ -63,34 +63,27 @@ def footprint(jobs: JobTable) -> Footprint:
 
 
 def _judge(jobs: JobTable) -> Footprint:
-    sizes = part_sizes(jobs)
-    model = _Model(block_activations(jobs), head_activations(jobs), sizes, *parameter_bytes(jobs, sizes))
-    return reduce(_fuller_rank, (_rank_footprint(jobs, share, model) for share in pipeline_shares(jobs)))
-
-
-class _Model(NamedTuple):
-    """What all ranks of a job have in common."""
-
-    block: BlockActivations
-    head: HeadActivations
-    sizes: PartSizes
-    dense: ParameterBytes
-    experts: ParameterBytes
+    block, head, sizes = block_activations(jobs), head_activations(jobs), part_sizes(jobs)
+    model = block, head, sizes, parameter_bytes(jobs, sizes)
+    return reduce(_fuller_rank, (_rank_footprint(jobs, share, *model) for share in pipeline_shares(jobs)))
 
 
 def _fuller_rank(first: Footprint, second: Footprint) -> Footprint:
     more = second.total > first.total
-    pairs = {name: (mine, second.components[name]) for name, mine in first.components.items()}
-    return Footprint(
-        components={name: np.where(more, theirs, mine) for name, (mine, theirs) in pairs.items()},
-        fullest=np.where(more, second.fullest, first.fullest),
-    )
+    components = {name: np.where(more, second.components[name], mine) for name, mine in first.components.items()}
+    return Footprint(components=components, fullest=np.where(more, second.fullest, first.fullest))
 
 
-def _rank_footprint(jobs: JobTable, share: PipelineShare, model: _Model) -> Footprint:
+def _rank_footprint(
+    jobs: JobTable,
+    share: PipelineShare,
+    block: BlockActivations,
+    head: HeadActivations,
+    sizes: PartSizes,
+    parameter: tuple[ParameterBytes, ParameterBytes],
+) -> Footprint:
     """Memory of one rank at the worst moment of a step: at the loss, in a block's backward, or when the embedding gets its
     gradient."""
-    block, head, sizes, *parameter = model
     stages, spread, pipelined = jobs.stages, jobs.shard > 1, jobs.pipeline > 1
     held = rank_sizes(jobs, sizes, share)
     parameters, gradients, optimizer = state_bytes(held, *parameter)

@@ -3,7 +3,6 @@ for every job of a table at once. The search, the comparison with runs and the f
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -22,34 +21,17 @@ def step_times(jobs: JobTable, rates: Rates) -> Times:
     return in_chunks(_judge, CHUNK, jobs, rates)
 
 
-class Exposed(NamedTuple):
-    """Exposed communication of one micro-batch in one block, by direction."""
-
-    tensor: Column
-    context: Column
-    context_backward: Column
-    expert: Column
-    tensor_backward: Column
-
-    @property
-    def forward(self) -> Column:
-        return self.tensor + self.context + self.expert
-
-    @property
-    def backward(self) -> Column:
-        return self.tensor_backward + self.context_backward + self.expert
-
-
 def _judge(jobs: JobTable, rates: Rates) -> Times:
     block, head = block_time(jobs, rates), head_time(jobs, rates)
-    exposed = _exposed(jobs, rates, block)
+    exposed, exposed_backward = _exposed(jobs, rates, block)
+    communicating, communicating_backward = sum(exposed.values()), sum(exposed_backward.values())
     layers = np.ceil(jobs.layers / jobs.pipeline)
     parameters = rank_parameters(jobs, layers)
     slack = (layers * jobs.pipeline - jobs.layers) * rates.slack
-    recomputed = _recompute(jobs, rates, block, exposed)
+    recomputed = _recompute(jobs, rates, block, communicating)
     host_forward, host_backward = _host(jobs, rates)
-    gpu_forward = layers * (block.forward + exposed.forward)
-    gpu_backward = layers * (block.whole - block.forward + exposed.backward + recomputed)
+    gpu_forward = layers * (block.forward + communicating)
+    gpu_backward = layers * (block.whole - block.forward + communicating_backward + recomputed)
     waits = layers * sparse_fraction(jobs) * rates.expert_wait if np.any(jobs.sparse_layers > 0) else 0.0
     late_forward = _launch_wait(jobs, layers * host_forward, gpu_forward) + waits
     late_backward = _launch_wait(jobs, layers * host_backward, gpu_backward) + waits
@@ -59,7 +41,7 @@ def _judge(jobs: JobTable, rates: Rates) -> Times:
     weight = layers * block.matrices + added
     backward = gpu_backward + late_backward + added
     # The last stage has the head; where layers do not divide evenly, it has fewer layers.
-    of_block = block.whole + recomputed + exposed.forward + exposed.backward
+    of_block = block.whole + recomputed + communicating + communicating_backward
     of_head = head.whole + jobs.mtp_depth * of_block
     uneven = np.where(rates.balanced > 0, of_head / jobs.pipeline, np.maximum(0.0, of_head - slack * of_block))
     extra = np.where(jobs.pipeline > 1, uneven, of_head)
@@ -67,13 +49,10 @@ def _judge(jobs: JobTable, rates: Rates) -> Times:
     one_hop = _hop(jobs, rates)
     waited, hops = bubble(jobs, count, forward, backward - weight, weight)
     repeated = _repeated(jobs, rates)
-    blocks = count * layers
     parts = {
-        "compute": count * (layers * (block.whole + recomputed - repeated * exposed.forward) + extra + added),
+        "compute": count * (layers * (block.whole + recomputed - repeated * communicating) + extra + added),
         "launch": count * (late_forward + late_backward),
-        "tensor": blocks * (exposed.tensor + exposed.tensor_backward + repeated * exposed.tensor),
-        "context": blocks * (exposed.context + exposed.context_backward + repeated * exposed.context),
-        "expert": blocks * (2 * exposed.expert + repeated * exposed.expert),
+        **{name: count * layers * (once + exposed_backward[name] + repeated * once) for name, once in exposed.items()},
         "data": data_seconds(jobs, rates, parameters, count, forward + backward),
         "pipeline": hops * one_hop,
         "bubble": waited,
@@ -85,7 +64,8 @@ def _judge(jobs: JobTable, rates: Rates) -> Times:
     parts["other"] = named * (rates.spread * np.log2(np.maximum(jobs.ranks / 8, 1))) + rates.overhead
     step = named + parts["other"]
     # On CPUs the constants were measured on whole steps, so every part is equally certain.
-    far = 1.0 if np.all(jobs.on_cpu) else rates.doubt * uncertainty(parts, step)
+    squares = sum((doubt / _COMPUTE * parts[name]) ** 2 for name, doubt in _PARTS.items())
+    far = 1.0 if np.all(jobs.on_cpu) else rates.doubt * np.sqrt(1 + squares / (step * step))
     pieces = {"forward": forward, "input": backward - weight, "weight": weight, "head": extra, "hop": one_hop}
     pieces = {name: value * rates.software for name, value in pieces.items()}
     return Times(
@@ -119,12 +99,12 @@ def _repeated(jobs: JobTable, rates: Rates) -> Column:
     return (jobs.recompute == RECOMPUTE.index("full")) * (rates.repeated / jobs.recompute_every)
 
 
-def _recompute(jobs: JobTable, rates: Rates, block: BlockTime, exposed: Exposed) -> Column:
+def _recompute(jobs: JobTable, rates: Rates, block: BlockTime, communicating: Column) -> Column:
     """Seconds of recomputation in the backward of a block: all of it, or the memory-bound part (and attention, where
     constants say so)."""
     selective = jobs.recompute == RECOMPUTE.index("selective")
     some = (rates.reread * block.moved + rates.selective * block.attention) / jobs.recompute_every
-    return _repeated(jobs, rates) * (block.forward + exposed.forward) + selective * some
+    return _repeated(jobs, rates) * (block.forward + communicating) + selective * some
 
 
 def _host(jobs: JobTable, rates: Rates) -> tuple[Column, Column]:
@@ -138,8 +118,8 @@ def _host(jobs: JobTable, rates: Rates) -> tuple[Column, Column]:
     return forward + waits, (2 + repeats) * forward + waits
 
 
-def _exposed(jobs: JobTable, rates: Rates, block: BlockTime) -> Exposed:
-    """Communication of a block that computation does not hide."""
+def _exposed(jobs: JobTable, rates: Rates, block: BlockTime) -> tuple[dict[str, Column], dict[str, Column]]:
+    """Communication of one micro-batch in one block that computation does not hide, by part: in the forward and in the backward."""
     size = jobs.tokens * jobs.dim * jobs.compute_bytes
     wires = group(jobs, rates, jobs.tensor)
     tensor = 4 * gather(wires, size) * (1 - rates.tensor_hidden)
@@ -151,7 +131,8 @@ def _exposed(jobs: JobTable, rates: Rates, block: BlockTime) -> Exposed:
     if np.any(jobs.sparse_layers > 0):
         paired = np.where(jobs.schedule == CODE["dualpipev"], rates.paired, 0.0)
         expert = _expert_exchange(jobs, rates) * sparse_fraction(jobs) * ((1 - rates.expert_hidden) * (1 - paired))
-    return Exposed(tensor, context, back, expert, tensor_back)
+    forward = {"tensor": tensor, "context": context, "expert": expert}
+    return forward, {"tensor": tensor_back, "context": back, "expert": expert}
 
 
 def _contexts(jobs: JobTable, rates: Rates, block: BlockTime) -> tuple[Column, Column]:
@@ -202,12 +183,6 @@ class Times:
 _COMPUTE = 0.07
 _PARTS = {"data": 0.4, "launch": 0.2, "expert": 0.2, "tensor": 0.25, "bubble": 0.1}
 """Relative standard deviation of each part's prediction: matrix products are alike everywhere, networks and hosts are not."""
-
-
-def uncertainty(parts: Mapping[str, Column], step: Column) -> Column:
-    """Uncertainty of a step relative to a step that only computes."""
-    squares = sum((doubt / _COMPUTE * parts[name]) ** 2 for name, doubt in _PARTS.items())
-    return np.sqrt(1 + squares / (step * step))
 
 
 class RankParameters(NamedTuple):

@@ -4,6 +4,7 @@ everything is in closed form, so months of a large cluster take milliseconds."""
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -63,14 +64,8 @@ class Segment:
 
     def step_after(self, seconds: float) -> int:
         """The last step that is done, with its saves, after `seconds`."""
-        low, high = self.first, self.first + int(seconds / self.step) + 1
-        while low < high:
-            middle = (low + high + 1) // 2
-            if self.seconds_until(middle) <= seconds + _ROUNDING:
-                low = middle
-            else:
-                high = middle - 1
-        return low
+        steps = range(self.first + 1, self.first + int(seconds / self.step) + 2)
+        return self.first + bisect_right(steps, seconds + _ROUNDING, key=self.seconds_until)
 
     def last_saved(self, every: int | None, write: float, step: int, seconds: float) -> int | None:
         """The newest saved step whose save is complete `seconds` after the start, when `step` is done; None: there is none after `first`."""
