@@ -29,21 +29,6 @@ from phalanx.dashboard.plan_text import SHORTHAND, days, interval, promise, savi
 from phalanx.planning.report import MEMORY_LABELS, PART_LABELS, PlanReport, keys_to_change, run_file_tables
 from phalanx.planning.search.candidate import Candidate
 
-_COLUMNS = (
-    ("layout", ""),
-    ("micro-batch", "sequences that a replica computes at once"),
-    ("recompute", "what the backward pass computes again, to store fewer activations"),
-    ("step", "seconds from one update of the weights to the next"),
-    ("P10–P90", "the range in which four of five real steps are expected"),
-    ("memory", "of the fullest rank"),
-    ("MFU", "model FLOP/s as a fraction of the peak of the devices"),
-    ("tokens/s", "of the whole cluster"),
-    ("run", "duration of the whole run, with failures"),
-    ("price", "of the whole run, with failures"),
-    ("bubble", "fraction of the step in which pipeline ranks wait for each other"),
-    ("exposed", "fraction of the step for communication that computation does not hide"),
-)
-"""Columns of the table of candidates, with their help texts."""
 _COMMUNICATION = ("tensor", "context", "expert", "data", "pipeline")
 
 
@@ -91,15 +76,11 @@ def _file(name: str) -> str:
 
 def page_data(report: PlanReport) -> dict[str, Any]:
     """The JSON that plan.js reads: every candidate once, under the first of its roles."""
-    roles, drawn = candidates_by_role(report), [run_file_tables(candidate) for candidate in compared(report)]
-    candidates = [candidate for _, candidate in roles]
-    tables = [run_file_tables(candidate) for candidate in candidates]
-    best = report.best
+    best, roles, drawn = report.best, candidates_by_role(report), [run_file_tables(candidate) for candidate in compared(report)]
+    candidates, tables = [candidate for _, candidate in roles.values()], list(roles)
     return {
-        "candidates": [
-            _candidate(candidate, role) | {"shown": key in drawn} for key, (role, candidate) in zip(tables, roles, strict=True)
-        ],
-        "columns": [{"name": name, "help": text} for name, text in _COLUMNS],
+        "candidates": [_candidate(candidate, role) | {"shown": key in drawn} for key, (role, candidate) in roles.items()],
+        "columns": [{"name": name, "help": text} for name, text, *_ in _columns(best)],
         "capacity": best.capacity,
         "capacity_text": size(best.capacity),
         "units": {"memory": memory_unit(best.bytes)[1], "step": step_unit(best.seconds)[1]},
@@ -133,7 +114,7 @@ def _candidate(candidate: Candidate, role: str) -> dict[str, Any]:
             "between": interval((candidate.low, candidate.high), short_duration),
             "text": short_duration(candidate.seconds),
         },
-        "cells": _cells(candidate),
+        "cells": [{"text": text, "sort": sort} for _, _, text, sort in _columns(candidate)],
     }
 
 
@@ -141,26 +122,25 @@ def _part(name: str, value: float, text: str, labels: Mapping[str, str], colors:
     return {"label": labels.get(name, name), "value": value, "text": text, "color": colors.get(name, OTHER_COLOR)}
 
 
-def _cells(candidate: Candidate) -> list[dict[str, Any]]:
-    """The row of a candidate in the table: texts and the values to sort by."""
+def _columns(candidate: Candidate) -> list[tuple[str, str, str, str | float]]:
+    """The columns of the table of candidates: name, help text, the text of this candidate, and the value to sort by."""
     bubble = candidate.split.get("bubble", 0.0) / candidate.seconds
     exposed = sum(candidate.split.get(part, 0.0) for part in _COMMUNICATION) / candidate.seconds
-    savings = savings_label(candidate)
-    values: list[tuple[str, Any]] = [
-        (candidate.name, candidate.name),
-        (str(candidate.micro_batch), candidate.micro_batch),
-        (savings, savings),
-        (short_duration(candidate.seconds), candidate.seconds),
-        (interval((candidate.low, candidate.high), short_duration), candidate.low),
-        (size(candidate.bytes), candidate.bytes),
-        (percent(candidate.mfu), candidate.mfu or 0.0),
-        (count(candidate.tokens_per_second), candidate.tokens_per_second),
-        (days(candidate.expected_days), candidate.expected_days),
-        (dollars(candidate.price), candidate.price or 0.0),
-        (percent(bubble), bubble),
-        (percent(exposed), exposed),
+    savings, range_ = savings_label(candidate), interval((candidate.low, candidate.high), short_duration)
+    return [
+        ("layout", "", candidate.name, candidate.name),
+        ("micro-batch", "sequences that a replica computes at once", str(candidate.micro_batch), candidate.micro_batch),
+        ("recompute", "what the backward pass computes again, to store fewer activations", savings, savings),
+        ("step", "seconds from one update of the weights to the next", short_duration(candidate.seconds), candidate.seconds),
+        ("P10–P90", "the range in which four of five real steps are expected", range_, candidate.low),
+        ("memory", "of the fullest rank", size(candidate.bytes), candidate.bytes),
+        ("MFU", "model FLOP/s as a fraction of the peak of the devices", percent(candidate.mfu), candidate.mfu or 0.0),
+        ("tokens/s", "of the whole cluster", count(candidate.tokens_per_second), candidate.tokens_per_second),
+        ("run", "duration of the whole run, with failures", days(candidate.expected_days), candidate.expected_days),
+        ("price", "of the whole run, with failures", dollars(candidate.price), candidate.price or 0.0),
+        ("bubble", "fraction of the step in which pipeline ranks wait for each other", percent(bubble), bubble),
+        ("exposed", "fraction of the step for communication that computation does not hide", percent(exposed), exposed),
     ]
-    return [{"text": text, "sort": sort} for text, sort in values]
 
 
 def _why_not(report: PlanReport) -> str:

@@ -36,8 +36,8 @@ _FAR = 8.0
 """A device with more than this many times the used memory is not drawn to scale: the bars would be too short."""
 
 
-def candidates_by_role(report: PlanReport) -> list[tuple[str, Candidate]]:
-    """Every candidate of a report once, the best first, each with the first of its roles."""
+def candidates_by_role(report: PlanReport) -> dict[str, tuple[str, Candidate]]:
+    """Every candidate of a report once, the best first, with the first of its roles; by the tables of its run file."""
     roles = [("winner" if report.considered > 1 else "the run file's", report.best)]
     roles += [("runner-up", candidate) for candidate in report.runners_up]
     roles += [(f"why not {other.name}", other.candidate) for other in report.alternatives if other.candidate is not None]
@@ -46,7 +46,7 @@ def candidates_by_role(report: PlanReport) -> list[tuple[str, Candidate]]:
     distinct: dict[str, tuple[str, Candidate]] = {}
     for role, candidate in roles:
         distinct.setdefault(run_file_tables(candidate), (role, candidate))
-    return list(distinct.values())
+    return distinct
 
 
 def compared(report: PlanReport) -> list[Candidate]:
@@ -65,7 +65,7 @@ def draw_plan(report: PlanReport, path: Path) -> None:
     (memory, step), (curve, money) = figure.subplots(2, 2, height_ratios=(1.2 + 0.55 * len(candidates), 4.2))
     _memory(memory, candidates)
     _steps(step, candidates)
-    fitting = [candidate for _, candidate in candidates_by_role(report) if candidate.fits or candidate is report.best]
+    fitting = [candidate for _, candidate in candidates_by_role(report).values() if candidate.fits or candidate is report.best]
     _trade_off(curve, report, fitting)
     _cost(money, report, fitting)
     title = printable(_title(report))

@@ -28,6 +28,21 @@ _ACTIONS = {
     "shrink": "training continues on fewer ranks",
     "grow": "training continues on more nodes",
 }
+_PLAIN_LINES: dict[type[Event], tuple[str, str]] = {
+    records.Warned: ("warning: {event.message}", "yellow"),
+    records.Stopped: ("stopped after step {event.step}: {event.reason}", "yellow"),
+    records.UploadFailed: (
+        "step {event.step}  NOT UPLOADED to {event.url}: {event.reason}; it remains in the run directory",
+        "bold red",
+    ),
+    records.SaveFailed: ("step {event.step}  NOT SAVED: {event.reason}; earlier checkpoints are untouched", "bold red"),
+    records.ExportFailed: ("step {event.step}  NOT EXPORTED: {event.reason}; its checkpoint is untouched", "bold red"),
+    records.FailureNoticed: ("failure {event.number}: {event.message}", "bold red"),
+    records.ControllerChanged: ("node {event.node} is now the controller", "yellow"),
+    **dict.fromkeys((records.Straggling, records.Corrupted, records.NotFinite), ("{event.message}", "yellow")),
+    records.FaultInjected: ("chaos: {event.fault}", "magenta"),
+}
+"""Text and style of the lines that only repeat an event's values."""
 _SOURCES = {"live": "the survivors' state", "memory": "in-memory replicas", "disk": "a checkpoint"}
 
 
@@ -171,7 +186,7 @@ def sparkline(values: Iterable[float]) -> str:
 
 def event_line(event: Event) -> Text | None:
     """Returns the line to print for an event; None for events that only update numbers."""
-    line = _training_line(event) or _checkpoint_line(event) or _failure_line(event)
+    line = _line(event)
     # Text, not markup: a path or a message may contain brackets, which rich would read as a style.
     return None if line is None else Text(line[0], style=line[1])
 
@@ -190,11 +205,8 @@ def step_line(event: Step, steps: int, left: float | None) -> Text:
     return Text("  ".join(parts))
 
 
-_Line = tuple[str, str] | None
-"""Text and style of a line."""
-
-
-def _training_line(event: Event) -> _Line:
+def _line(event: Event) -> tuple[str, str] | None:
+    """Text and style of an event's line."""
     match event:
         case RunStarted():
             ranks = f"{event.ranks} {_DEVICES.get(event.device, event.device)} rank{'s' if event.ranks > 1 else ''}"
@@ -209,20 +221,9 @@ def _training_line(event: Event) -> _Line:
         case Evaluated():
             spent = duration(event.seconds)
             return f"step {event.step}  held-out loss {number(event.loss)}  {spent}{_by_source(event)}", "cyan"
-        case records.Warned():
-            return f"warning: {event.message}", "yellow"
         case records.WorkerFailed():
             who = "a worker" if event.rank is None else f"rank {event.rank}"
             return f"{who} failed: {event.reason}", "bold red"
-        case records.Stopped():
-            return f"stopped after step {event.step}: {event.reason}", "yellow"
-        case _:
-            return None
-
-
-def _checkpoint_line(event: Event) -> _Line:
-    """Events of a checkpoint: restored, saved, uploaded, exported, or why not."""
-    match event:
         case records.Restored():
             return f"restored step {event.step} from {_name(event.path)} in {duration(event.seconds)}", "green"
         case records.Saved():
@@ -233,36 +234,16 @@ def _checkpoint_line(event: Event) -> _Line:
             skipped = f"; {len(event.skipped)} earlier skipped" if event.skipped else ""
             sent = f"{event.url}  {size(event.bytes)} in {duration(event.seconds)}"
             return f"step {event.step}  uploaded to {sent}{skipped}", "green"
-        case records.UploadFailed():
-            why = f"{event.reason}; it remains in the run directory"
-            return f"step {event.step}  NOT UPLOADED to {event.url}: {why}", "bold red"
-        case records.SaveFailed():
-            return f"step {event.step}  NOT SAVED: {event.reason}; earlier checkpoints are untouched", "bold red"
         case records.Exported():
             written = f"hf/{_name(event.path)} in {duration(event.seconds)}; logits differ by {event.difference:.1g}"
             return f"step {event.step}  exported for transformers: {written}", "green"
-        case records.ExportFailed():
-            return f"step {event.step}  NOT EXPORTED: {event.reason}; its checkpoint is untouched", "bold red"
         case records.CheckpointDamaged():
             return f"checkpoint {_name(event.path)} is damaged and was skipped: {event.reason}", "yellow"
-        case _:
-            return None
-
-
-def _failure_line(event: Event) -> _Line:
-    """Events of failures and of recoveries from them."""
-    match event:
-        case records.FailureNoticed():
-            return f"failure {event.number}: {event.message}", "bold red"
         case records.Recovered():
             lost = f", {event.steps_lost} step{'s' if event.steps_lost > 1 else ''} to repeat" if event.steps_lost else ""
             how = f"{_ACTIONS.get(event.action, event.action)}; {event.ranks} ranks continue after step {event.step}"
             source = _SOURCES.get(event.source, "step 0")
             return f"recovered in {duration(event.seconds)}: {how} from {source}{lost}", "green"
-        case records.ControllerChanged():
-            return f"node {event.node} is now the controller", "yellow"
-        case records.Straggling() | records.Corrupted() | records.NotFinite():
-            return event.message, "yellow"
         case records.Rewound():
             first, end = event.skipped_samples
             where = f"from step {event.step} to step {event.to_step}"
@@ -270,10 +251,8 @@ def _failure_line(event: Event) -> _Line:
         case records.StrangerRefused():
             total = f" ({event.count} in all)" if event.count > 1 else ""
             return f"node {event.node} refused a connection from {event.address}{total}: {event.reason}", "yellow"
-        case records.FaultInjected():
-            return f"chaos: {event.fault}", "magenta"
-        case _:
-            return None
+    text, style = _PLAIN_LINES.get(type(event), ("", ""))
+    return (text.format(event=event), style) if text else None
 
 
 def _by_source(event: Evaluated) -> str:

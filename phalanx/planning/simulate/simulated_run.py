@@ -260,14 +260,12 @@ class _TrialRunner:
                 self._advance(segment, start, finish_step=True)
                 self.next = partial(self._resume, "grow")
                 return
-        if isinstance(event, Fault):
-            self._advance(segment, start)
+        pauses = event is None and self.now >= self.pause
+        self._advance(segment, start, finish_step=pauses)
+        if event is not None:
             self.next = partial(self._recover, event)
-        elif self.now >= self.pause:
-            self._advance(segment, start, finish_step=True)
+        elif pauses:
             self._maintain()
-        else:
-            self._advance(segment, start)
 
     def _advance(self, segment: Segment, start: float, finish_step: bool = False) -> None:
         """Books the steps since `start`. The current step is completed first if `finish_step`, otherwise it is lost."""
@@ -312,7 +310,8 @@ class _TrialRunner:
         return action
 
     def _phase_of(self, action: Action | None) -> Callable[[], None]:
-        return self._relaunch if isinstance(action, EndRun) else self._wait if isinstance(action, Wait) else self._resume
+        relaunch = partial(self._stop, self.scenario.relaunch, "waiting")  # a person restarts a run that has given up
+        return relaunch if isinstance(action, EndRun) else self._wait if isinstance(action, Wait) else self._resume
 
     def _loses_replicas(self, node: int) -> bool:
         """Whether a lost node held the last copy of some state: it was the only node, or its neighbor with the replica is lost too."""
@@ -357,22 +356,12 @@ class _TrialRunner:
     def _wait(self) -> None:
         """Waits until a node returns with which a layout fits."""
         start = self.now
-        while self.now < self.scenario.horizon:
-            event = self._until(self.scenario.horizon)
-            if event is None:
-                break
-            if isinstance(event, Fault):
-                if isinstance(self._decide(event), EndRun):
-                    self.next = self._relaunch
-                    break
-            elif isinstance(self.policy.on_join(), NewGeneration):
-                self.next = self._resume
+        while (event := self._until(self.scenario.horizon)) is not None:
+            action = self._decide(event) if isinstance(event, Fault) else self.policy.on_join()
+            if isinstance(action, NewGeneration | EndRun):
+                self.next = self._phase_of(action)
                 break
         self._spend("waiting", start)
-
-    def _relaunch(self) -> None:
-        """The run has given up: a person restarts it."""
-        self._stop(self.scenario.relaunch, "waiting")
 
     def _maintain(self) -> None:
         """A planned pause: the state is saved, no step is lost."""
