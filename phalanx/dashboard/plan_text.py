@@ -225,8 +225,7 @@ def _runner_up_lines(report: PlanReport, top: int) -> list[RenderableType]:
         slower = candidate.seconds / report.best.seconds - 1
         facts = [f"{short_duration(candidate.seconds)} ({slower:+.1%})", size(candidate.bytes)]
         facts += [] if candidate.price is None else [dollars(candidate.price)]
-        facts += [f"micro-batch {candidate.micro_batch}", f"recompute {recompute_label(candidate)}"]
-        facts += [] if candidate.offload == "none" else ["offload"]
+        facts += [f"micro-batch {candidate.micro_batch}", f"recompute {savings_label(candidate)}"]
         facts += [f"more: {loss}"] if (loss := _largest_loss(report.best, candidate)) else []
         lines += [Text(candidate.name, style="bold"), Padding(Text(", ".join(facts)), (0, 0, 0, 2))]
     return lines

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from phalanx import accelerator
+from phalanx.observe.comm_timer import replaced
 
 Sent = dict[str, dict[str, int]]
 """Bytes by the use of a group and by collective."""
@@ -51,8 +52,7 @@ class TrafficCounter(_Counter):
 
 
 def traffic(operation: str, args: tuple[Any, ...]) -> tuple[str, str, dist.ProcessGroup, int] | None:
-    """(collective, use of the group, group, bytes that this rank sends) of one of torch's communication operations; None if it sends
-    nothing."""
+    """(collective, use of the group, group, bytes that this rank sends) of a communication operation; None if it sends nothing."""
     if operation not in _OPERATIONS:
         return None
     collective, bytes_sent = _OPERATIONS[operation]
@@ -198,16 +198,10 @@ class FlopCounter(_Counter):
 @contextmanager
 def count_flops(parts: Sequence[nn.Module]) -> Iterator[FlopCounter]:
     """Count the computation of these modules, and separately what their blocks recompute."""
-    blocks = [module for part in parts for module in part.modules() if hasattr(module, "work")]
-    counter = FlopCounter()
-    for block in blocks:
-        block.work = counter  # type: ignore[assignment]  # see `transforms/recompute`
-    try:
-        with counter:
-            yield counter
-    finally:
-        for block in blocks:
-            block.work = None  # type: ignore[assignment]
+    with FlopCounter() as counter, ExitStack() as stack:
+        for block in (module for part in parts for module in part.modules() if hasattr(module, "work")):
+            stack.enter_context(replaced(block, "work", counter))  # see `transforms/recompute`
+        yield counter
 
 
 def flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> int:

@@ -82,8 +82,7 @@ def _rank_footprint(
     sizes: PartSizes,
     parameter: tuple[ParameterBytes, ParameterBytes],
 ) -> Footprint:
-    """Memory of one rank at the worst moment of a step: at the loss, in a block's backward, or when the embedding gets its
-    gradient."""
+    """Memory of one rank at a step's worst moment: at the loss, in a block's backward, or at the embedding's gradient."""
     stages, spread, pipelined = jobs.stages, jobs.shard > 1, jobs.pipeline > 1
     held = rank_sizes(jobs, sizes, share)
     parameters, gradients, optimizer = state_bytes(held, *parameter)
@@ -166,8 +165,7 @@ def _waiting_at_last_stage(jobs: JobTable, share: PipelineShare) -> Column:
 
 
 def _casts(jobs: JobTable, held: RankSizes, sizes: PartSizes, share: PipelineShare, at_end: Column) -> tuple[Column, Column]:
-    """16-bit copies of fp32 weights that autocast makes: (bytes that every forward in flight keeps, bytes while one forward
-    runs)."""
+    """Autocast's 16-bit copies of fp32 weights: (bytes that every forward in flight keeps, bytes while one forward runs)."""
     plain = (jobs.shard == 1) & (jobs.compute_bytes < 4)
     blocks = 2.0 * (held.dense + held.experts - held.tables) / jobs.stages
     head = 2.0 * sizes.table * share.has_head

@@ -25,8 +25,7 @@ METHODS = ("ring", "gather", "ulysses")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobTable:
-    """Jobs whose step is timed or whose memory is counted. Widths are of the whole model, before any parallelism divides
-    them."""
+    """Jobs whose step is timed or whose memory is counted. Widths are of the whole model, before parallelism."""
 
     # The model
     layers: Column
@@ -81,8 +80,7 @@ class JobTable:
     peak: Column
     """Dense FLOP/s of a device in the number format of the blocks' matrices."""
     peak16: Column
-    """The same in bf16 or fp16, for what does not run in fp8: attention and the head. Equal to `peak` on devices without
-    fp8."""
+    """The same in bf16 or fp16, for what never runs in fp8: attention and the head. Without fp8, equal to `peak`."""
     bandwidth: Column
     """Bytes/s of device memory."""
     memory: Column
@@ -131,8 +129,7 @@ class JobTable:
     gathered: Column = 0
     """Bytes of a sharded parameter value between ranks; 0: as many as of an activation value."""
     scores: Column = 0
-    """What attention keeps of the scores: 0 nothing, 1 a mask between documents, 2 the whole table, where no kernel is
-    fused."""
+    """What attention keeps of the scores: 0 nothing, 1 a mask between documents, 2 the whole table (no fused kernel)."""
     on_cpu: Column = 0
     """1: devices are CPU cores, whose kernels keep more."""
 

@@ -14,13 +14,11 @@ from phalanx.planning.machines.rates import Column
 from phalanx.spec.layout import Layout
 
 DETECT = 10.0
-"""Seconds until a failure is detected: 2.5 by the missing heartbeat of a lost node, longer where connections break and
-ranks only wait."""
+"""Seconds until a failure is detected: 2.5 by a lost node's missing heartbeat, longer where connections break."""
 START = 20.0
 """Seconds to start processes, import and build the model. A spare node has its processes started."""
 CONNECT = 2e-3
-"""Seconds per rank to build the process groups: 33 for 16,384 ranks, as careful setups report; careless ones take many
-minutes."""
+"""Seconds per rank to build the process groups: 33 for 16,384 ranks in careful setups; careless ones take many minutes."""
 PAUSE = 0.05
 """Seconds that ranks wait for each other around a save, whatever its size."""
 _LEAST = 1e-9
@@ -44,8 +42,7 @@ def goodput(interval: Column, mtbf: Column, save: Column, restart: Column) -> Co
 
 
 def best_interval(mtbf: Column, save: Column) -> Column:
-    """The interval with the best goodput, by Daly's expansion; where saves take longer than the time between failures, the
-    mtbf."""
+    """The interval with the best goodput, by Daly's expansion; the mtbf where a save takes twice as long as that or longer."""
     ratio = save / (2 * mtbf)
     good = np.sqrt(2 * save * mtbf) * (1 + np.sqrt(ratio) / 3 + ratio / 9) - save
     return np.where(ratio < 1, good, mtbf) if np.ndim(ratio) else float(good if ratio < 1 else mtbf)

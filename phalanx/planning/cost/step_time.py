@@ -151,7 +151,7 @@ def _contexts(jobs: JobTable, rates: Rates, block: BlockTime) -> tuple[Column, C
 
 def _expert_exchange(jobs: JobTable, rates: Rates) -> Column:
     """Seconds to send tokens to their experts and back, in one direction of a block."""
-    copies = expert_tokens(jobs) * jobs.active * jobs.dim * jobs.compute_bytes
+    copies = jobs.tokens / jobs.tensor * jobs.active * jobs.dim * jobs.compute_bytes
     sent = 2 * exchange(jobs, rates, jobs.expert, copies, jobs.expert_tensor)
     cut = group(jobs, rates, jobs.expert_tensor)
     return sent + 2 * gather(cut, copies * jobs.expert_tensor)
@@ -193,8 +193,7 @@ class RankParameters(NamedTuple):
 
 
 def rank_parameters(jobs: JobTable, layers: Column) -> RankParameters:
-    """Parameters of the fullest rank: its layers, and the embedding or the head (both without a pipeline, unless they are
-    tied)."""
+    """Parameters of the fullest rank: its layers, and the embedding or the head (untied, without a pipeline: both)."""
     sparse, matrices = sparse_fraction(jobs), 2 + jobs.gated
     ffn = (1 - sparse) * jobs.ffn + sparse * jobs.shared_ffn
     block_values = jobs.attention_weights + matrices * jobs.dim * ffn + sparse * jobs.experts * jobs.dim
@@ -208,15 +207,13 @@ def rank_parameters(jobs: JobTable, layers: Column) -> RankParameters:
 
 
 def accumulation_seconds(jobs: JobTable, rates: Rates, parameters: RankParameters) -> Column:
-    """Seconds to add a micro-batch's gradients to the fp32 sum, partly hidden by matrix products. Sharded gradients are
-    few."""
+    """Seconds to add a micro-batch's gradients to the fp32 sum, partly hidden by matrix products; few if sharded."""
     kept = np.where(jobs.zero == 3, jobs.shard, 1)
     return rates.adding * (parameters.dense + parameters.experts) / kept / (jobs.bandwidth * rates.memory)
 
 
 def data_seconds(jobs: JobTable, rates: Rates, parameters: RankParameters, count: Column, busy: Column) -> Column:
-    """Exposed seconds of reducing gradients and gathering parameters. With ZeRO-3, parameters are gathered for every
-    micro-batch."""
+    """Exposed seconds of reducing gradients and gathering parameters: with ZeRO-3, in every micro-batch."""
     third = (jobs.zero == 3) & (jobs.shard > 1)
     shards = jobs.shard * jobs.context
     inner = group(jobs, rates, shards, jobs.tensor)
@@ -293,11 +290,6 @@ def sparse_fraction(jobs: JobTable) -> Column:
     return jobs.sparse_layers / jobs.layers
 
 
-def expert_tokens(jobs: JobTable) -> Column:
-    """Tokens of a micro-batch that a rank routes: tensor ranks share them."""
-    return jobs.tokens / jobs.tensor
-
-
 def block_time(jobs: JobTable, rates: Rates) -> BlockTime:
     """One block, on one rank of the tensor and expert groups."""
     tokens, tensor, sparse = jobs.tokens, jobs.tensor, sparse_fraction(jobs)
@@ -329,8 +321,7 @@ def block_time(jobs: JobTable, rates: Rates) -> BlockTime:
 
 
 def _aligned(size: Column, parts: Column) -> Column:
-    """Slowdown of products whose inner size, divided among ranks, does not fill tensor cores evenly, as measured on an
-    H200."""
+    """Slowdown, measured on an H200, of products whose inner size on a rank does not fill tensor cores evenly."""
     if np.all(size % (64 * np.max(parts, initial=1)) == 0):
         return 1.0
     inner = size / parts
@@ -351,8 +342,7 @@ def _moved(jobs: JobTable, rates: Rates, mean_ffn: Column) -> Column:
 
 
 def _rounded(jobs: JobTable, rates: Rates, mean_ffn: Column) -> Column:
-    """Rounding to fp8 in separate passes: over the inputs of the linear layers, the gradients of their outputs, and their
-    weights."""
+    """Rounding to fp8 in separate passes over inputs and weights of the linear layers and gradients of their outputs."""
     gated = 1 + jobs.gated
     each = (5 + gated) * jobs.dim + 2 * jobs.score_width + jobs.kv_width + (1 + gated) * mean_ffn
     weights = jobs.attention_weights + (1 + gated) * jobs.dim * mean_ffn
@@ -362,7 +352,7 @@ def _rounded(jobs: JobTable, rates: Rates, mean_ffn: Column) -> Column:
 
 def _experts(jobs: JobTable, rates: Rates, sparse: Column) -> tuple[Column, Column]:
     """Products of the routed experts and the copies around them, in an average block."""
-    tokens = expert_tokens(jobs)
+    tokens = jobs.tokens / jobs.tensor  # tensor ranks share the tokens that they route
     routed = tokens * jobs.active
     experts = np.maximum(jobs.experts, 1)
     width = np.maximum(jobs.expert_ffn, 1)

@@ -144,10 +144,7 @@ class SimulatedPolicy:
         node = self.placed.assignment[rank]
         # The message names the true node and rank: the history tells failures apart by it.
         event = _event(fault, node, rank, step)
-        situation = Situation(
-            wanted=self._cache.wanted, layout=self.placed.layout, assignment=self.placed.assignment, nodes={}, history=self._history,
-            first_step=self.first_step, settings=self._cache.settings,
-        )  # fmt: skip
+        situation = replace(self._situation(), history=self._history)
         end = verdict(situation, failures(situation, [event]))
         if end is not None:
             self.missing |= {node} if fault.kind == "node" else set()
@@ -187,20 +184,21 @@ class SimulatedPolicy:
         whole = self.layout == self._cache.wanted and not self.missing
         return min(self.free, _ENOUGH_SPARES) if whole and self._cache.merge_equal_nodes else self.free
 
-    def _situation(self, lost: frozenset[int]) -> Situation:
-        gone = self.missing | lost
-        numbers = [node for node in range(self.placed.used + self._visible_free) if node not in gone]
+    def _situation(self) -> Situation:
+        """Without nodes and history."""
         return Situation(
-            wanted=self._cache.wanted, layout=self.placed.layout, assignment=self.placed.assignment,
-            nodes=dict.fromkeys(numbers, self._cache.slots), dead=self._dead, first_step=self.first_step,
-            settings=replace(self._cache.settings, restarts=10**9), batch=self._cache.batch,
+            wanted=self._cache.wanted, layout=self.layout, assignment=self.placed.assignment, nodes={}, dead=self._dead,
+            first_step=self.first_step, settings=self._cache.settings, batch=self._cache.batch,
         )  # fmt: skip
 
     def _decide(self, kind: tuple[object, ...], event: Event, lost: frozenset[int]) -> Action:
         key = (self.placed, self._visible_free, self.missing, self._dead, kind)
         if key not in self._cache.decisions:
             self._cache.decided += 1
-            action = decide(self._situation(lost), [event], self._cache.legal)
+            gone, numbers = self.missing | lost, range(self.placed.used + self._visible_free)
+            nodes = {number: self._cache.slots for number in numbers if number not in gone}
+            unlimited = replace(self._cache.settings, restarts=10**9)
+            action = decide(replace(self._situation(), nodes=nodes, settings=unlimited), [event], self._cache.legal)
             after = self._cache.place(action.layout, action.assignment) if isinstance(action, NewGeneration) else None
             self._cache.decisions[key] = action, after
         action, after = self._cache.decisions[key]
