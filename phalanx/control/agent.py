@@ -9,33 +9,25 @@ and takes further orders on standard input; when that ends, because its parent d
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
-import secrets
 import signal
 import sys
 import time
-from collections.abc import Coroutine
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from phalanx.control import protocol, store_server
 from phalanx.control.channel import Channel, Listener
 from phalanx.control.controller import Controller
-from phalanx.control.election import LeaderClient, Terms
+from phalanx.control.election import LeaderClient, NodeServices
 from phalanx.control.node_faults import NodeFaults
 from phalanx.control.processes import ForkClient, ReplicaProcess, Worker, inspect_process
-from phalanx.control.store_server import KeyValueStore
 from phalanx.events import heartbeat
 from phalanx.events.heartbeat import Beat
-from phalanx.events.log import EventLog
-from phalanx.events.records import Event, StrangerRefused, Warned
-from phalanx.events.rundir import RunDir
+from phalanx.events.records import StrangerRefused, Warned
 from phalanx.host.process_tree import STOP_SIGNALS, adopt_orphans, die_with, unblock_stop_signals
-from phalanx.spec.load import load
-from phalanx.spec.plan import Place, Plan
+from phalanx.spec.plan import Place
 
 _BEAT = 0.2  # seconds between two reports of heartbeats
 _REFUSAL_RECORDS = 5.0  # seconds between two records of refused connections
@@ -43,33 +35,20 @@ _MAX_LINE = 1 << 20  # bytes of a message from the launcher
 _LAST_WORDS = 0.02  # seconds after a worker's death in which its last report is read from its pipe
 
 
-class Agent:
-    """The agent of one node of one run. Its parts use it as `NodeServices`."""
+class Agent(NodeServices):
+    """The agent of one node of one run."""
 
     def __init__(self, settings: protocol.AgentSettings):
-        self.rundir = RunDir(Path(settings.run_dir))
-        self.node, self.nodes, self.slots = settings.node, settings.nodes, settings.slots
-        self.token, self._bind, self._chaos = settings.token, settings.bind, settings.chaos
-        self.run, self.plan = load(self.rundir.run_file), Plan.from_json(self.rundir.plan_file.read_text())
-        self.name = f"{self.node}-{secrets.token_hex(4)}"
-        self.terms = Terms(self.rundir.control)
-        self.stores: dict[int, KeyValueStore] = {}
-        """Rendezvous stores of the generations that this agent began as the controller."""
-        self.address: tuple[str, int] = ("", 0)
+        super().__init__(settings)
+        self.slots, self._bind, self._chaos = settings.slots, settings.bind, settings.chaos
         self.last_begin: protocol.BeginGeneration | None = None
         """The order that began the newest generation."""
-        self.workers: dict[str, Worker] = {}
-        self.stopping: str | None = None
-        self.outcome: protocol.Outcome | None = None
         self.fork_client = ForkClient(self.rundir, self.plan, self._on_fork_server_failure)
-        self._log = EventLog(self.rundir.events_file)
         self._controller: Controller | None = None
         self._leader = LeaderClient(self, self.run.resilience.heartbeat, self._lead)
         self._forked = 0
         self._restarting: asyncio.Task[Any] | None = None
         self._refused, self._refusal_recorded = 0, 0.0
-        self._over = asyncio.Event()
-        self._tasks: set[asyncio.Task[Any]] = set()
         self._faults = NodeFaults(self, self._chaos)
 
     # --- the life of the node ---
@@ -113,29 +92,6 @@ class Agent:
         if self.last_begin is not None:
             os._exit(70)  # the others see a lost node
         self.finish(protocol.Outcome(code=1, reason=reason, traceback=log))
-
-    def spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-        """Start a task whose failure ends this process instead of passing unseen."""
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._on_task_done)
-        return task
-
-    def _on_task_done(self, task: asyncio.Task[Any]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            asyncio.get_running_loop().call_exception_handler({"message": "a supervisor's task failed", "exception": error})
-            os._exit(70)  # the others see a lost node
-
-    def emit(self, event: Event) -> None:
-        with contextlib.suppress(OSError):
-            self._log.emit(event)
-
-    def finish(self, outcome: protocol.Outcome) -> None:
-        """Report the outcome to the launcher and end the node."""
-        self.outcome = outcome
-        print(json.dumps(protocol.encode(outcome)), flush=True)
-        self._over.set()
 
     def stop(self, reason: str) -> None:
         """Save and end: requested by the launcher, or by a signal."""

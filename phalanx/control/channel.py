@@ -98,29 +98,9 @@ class Channel:
 
 async def connect(address: Address, token: str, timeout: float = frames.HANDSHAKE_SECONDS) -> Channel:
     """Connect to a listener. Raises Refused if either side does not know the token. Retries if the listener is overloaded."""
-    async with asyncio.timeout(timeout):
-        while True:
-            try:
-                return await _connect(address, token)
-            except (ConnectionResetError, BrokenPipeError):
-                await asyncio.sleep(frames.retry_delay())
-
-
-async def _connect(address: Address, token: str) -> Channel:
-    name = frames.format_address(address)
-    sock = socket.socket(_family(address[0]))
-    try:
-        sock.setblocking(False)
-        await asyncio.get_running_loop().sock_connect(sock, address)
-        key = await _authenticate(sock, frames.client_handshake(token, frames.CONTROL, name))
-        return Channel(await asyncio.open_connection(sock=sock), frames.MessageSealer(key, client=True), name)
-    except BaseException:
-        sock.close()
-        raise
-
-
-def _family(host: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock, key = await asyncio.to_thread(frames.connect, address, token, frames.CONTROL, timeout)
+    streams = await asyncio.open_connection(sock=sock)
+    return Channel(streams, frames.MessageSealer(key, client=True), frames.format_address(address))
 
 
 async def _authenticate(sock: socket.socket, handshake: frames.Handshake) -> bytes:
@@ -152,7 +132,7 @@ class Listener:
         """`on_channel` runs once for each connection, which is closed when it returns. `on_refused` is called with address and reason for
         refused peers and invalid messages."""
         assert bind, "an empty name would be every interface"
-        self._socket = socket.create_server((bind, 0), family=_family(bind), backlog=512)
+        self._socket = socket.create_server((bind, 0), family=socket.AF_INET6 if ":" in bind else socket.AF_INET, backlog=512)
         self._socket.setblocking(False)
         self.address: Address = self._socket.getsockname()[:2]
         self._token, self._on_channel, self._on_refused = token, on_channel, on_refused

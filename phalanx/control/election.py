@@ -12,21 +12,24 @@ import contextlib
 import json
 import os
 import re
+import secrets
 import stat
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from phalanx.control import protocol
 from phalanx.control.channel import Channel, connect
 from phalanx.control.processes import ForkClient, ReplicaProcess, Worker
 from phalanx.control.store_server import KeyValueStore
 from phalanx.events.frames import Address
+from phalanx.events.log import EventLog
 from phalanx.events.records import Event
 from phalanx.events.rundir import RunDir
+from phalanx.spec.load import load
 from phalanx.spec.plan import Plan
-from phalanx.spec.run import Run
 
 _NUMBER = r"([0-9]{5}|[1-9][0-9]{5,8})"  # one spelling for each number
 _TERM, _NODE = re.compile(f"term-{_NUMBER}"), re.compile(rf"node-{_NUMBER}\.json")
@@ -46,14 +49,14 @@ class Terms:
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
 
-    def newest(self) -> tuple[int, str] | None:
-        """The newest term and its author; None before the first.
+    def newest(self) -> tuple[int, str]:
+        """The newest term and its author; (0, "") before the first.
 
         If the name of a term is taken by something that is not a valid link, its author is "": nobody is obeyed in that term, and the
         next number is still free.
         """
         terms = [int(match[1]) for name in os.listdir(self.folder) if (match := _TERM.fullmatch(name))]
-        return (max(terms), self._author(max(terms))) if terms else None
+        return (max(terms), self._author(max(terms))) if terms else (0, "")
 
     def claim(self, term: int, author: str) -> bool:
         """Become the author of a term; False if another node is. Raises OSError if the folder cannot be written."""
@@ -126,32 +129,59 @@ def _read(path: Path) -> dict[str, Any] | None:
     return table if isinstance(table, dict) else None
 
 
-class NodeServices(Protocol):
-    """What the parts of a node, such as its controller and its `LeaderClient`, need from its agent."""
+class NodeServices(ABC):
+    """What the parts of a node, such as its controller and its `LeaderClient`, need from its agent, which implements the rest."""
 
-    run: Run
-    plan: Plan
-    rundir: RunDir
-    node: int
-    nodes: int
-    name: str
-    token: str
-    address: Address
-    terms: Terms
-    stores: dict[int, KeyValueStore]
-    workers: dict[str, Worker]
     fork_client: ForkClient
     replica_process: ReplicaProcess
-    stopping: str | None
-    outcome: protocol.Outcome | None
 
-    def emit(self, event: Event) -> None: ...
-    def spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]: ...
+    def __init__(self, settings: protocol.AgentSettings):
+        self.rundir = RunDir(Path(settings.run_dir))
+        self.node, self.nodes, self.token = settings.node, settings.nodes, settings.token
+        self.run, self.plan = load(self.rundir.run_file), Plan.from_json(self.rundir.plan_file.read_text())
+        self.name = f"{self.node}-{secrets.token_hex(4)}"
+        self.terms = Terms(self.rundir.control)
+        self.address: Address = ("", 0)
+        self.stores: dict[int, KeyValueStore] = {}
+        """Rendezvous stores of the generations that this agent began as the controller."""
+        self.workers: dict[str, Worker] = {}
+        self.stopping: str | None = None
+        self.outcome: protocol.Outcome | None = None
+        self._log = EventLog(self.rundir.events_file)
+        self._over = asyncio.Event()
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    def spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        """Start a task whose failure ends this process instead of passing unseen."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._on_task_done)
+        return task
+
+    def _on_task_done(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            asyncio.get_running_loop().call_exception_handler({"message": "a supervisor's task failed", "exception": error})
+            os._exit(70)  # the others see a lost node
+
+    def emit(self, event: Event) -> None:
+        with contextlib.suppress(OSError):
+            self._log.emit(event)
+
+    def finish(self, outcome: protocol.Outcome) -> None:
+        """Report the outcome to the launcher and end the node."""
+        self.outcome = outcome
+        print(json.dumps(protocol.encode(outcome)), flush=True)
+        self._over.set()
+
+    @abstractmethod
     def join_report(self) -> protocol.Join: ...
+    @abstractmethod
     def reachable(self, node: int) -> bool: ...
+    @abstractmethod
     def drop_link(self, node: int) -> None: ...
+    @abstractmethod
     async def obey(self, order: protocol.Order) -> None: ...
-    def finish(self, outcome: protocol.Outcome) -> None: ...
 
 
 class LeaderClient:
@@ -171,15 +201,14 @@ class LeaderClient:
 
     def drop_link(self, node: int) -> None:
         """Injected fault: the connection to that node breaks."""
-        newest = self._agent.terms.newest()
-        if self._channel is not None and newest is not None and newest[1].startswith(f"{node}-"):
+        if self._channel is not None and self._agent.terms.newest()[1].startswith(f"{node}-"):
             self._channel.close()
 
     async def follow(self) -> None:
         """Obey the newest controller, or become it, until the run is over."""
         lost: set[str] = set()
         while self._agent.outcome is None:
-            term, author = self._agent.terms.newest() or (0, "")
+            term, author = self._agent.terms.newest()
             if author == self._agent.name:
                 await self._lead(term)
             elif author and author not in lost:
@@ -195,8 +224,7 @@ class LeaderClient:
         position = living.index(self._agent.node) if self._agent.node in living else len(living)
         first_term = term == 0 and self._agent.node
         await asyncio.sleep(_TURN * position + (_FIRST_TERM if first_term else 0.0))
-        newest = self._agent.terms.newest()
-        return (newest[0] if newest else 0) == term
+        return self._agent.terms.newest()[0] == term
 
     async def _follow_author(self, term: int, author: str) -> bool:
         """Obey the author of this term until it is deposed or unreachable (True) or lost (False)."""

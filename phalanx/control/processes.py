@@ -22,7 +22,7 @@ from phalanx.events import heartbeat
 from phalanx.events.frames import Address
 from phalanx.events.rundir import RunDir
 from phalanx.host.env import worker_env
-from phalanx.host.process_tree import python_command, start_module, stop_signals_blocked
+from phalanx.host.process_tree import ModuleProcess, python_command, stop_signals_blocked
 from phalanx.recovery.diagnose import HangReport
 from phalanx.spec.json_value import JsonObject
 from phalanx.spec.plan import Plan
@@ -209,10 +209,8 @@ class ReplicaProcess:
     def _start(self) -> None:
         settings: JsonObject = {"folder": str(self.folder), "node": self._node, "bind": self._bind, "token": self.token}
         # It ends when its input does, after the workers. The folder is in use as long as either process lives.
-        self._process, self._input, self._output = start_module(
-            "phalanx.checkpointing.replicas.replica_server", settings, self._log, (self._lock,)
-        )
-        answer = self._output.readline()
+        self._process = ModuleProcess("phalanx.checkpointing.replicas.replica_server", settings, self._log, (self._lock,))
+        answer = self._process.stdout.readline()
         if not answer:
             self.close()
             raise OSError(f"the process that keeps them ended at once; {self._log} says why")
@@ -230,21 +228,12 @@ class ReplicaProcess:
 
     def restart(self) -> None:
         """Start a new process on the same folder, at another address. Complete replicas in it remain. Raises OSError."""
-        with contextlib.suppress(OSError):
-            self._input.close()
-        self._output.close()
+        self._process.close()
         self._start()
 
     def close(self) -> None:
         """End the process and free the memory."""
-        with contextlib.suppress(OSError):
-            self._input.close()  # that ends it
-        try:
-            self._process.wait(_RELEASE_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._output.close()
+        self._process.close(_RELEASE_SECONDS)
         shm_slots.SlotDir(self.folder).remove()  # in case it was killed
         if self._lock >= 0:
             os.close(self._lock)

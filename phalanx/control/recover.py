@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 
 from phalanx.checkpointing.replicas import replica_index
 from phalanx.control import protocol
@@ -229,20 +230,17 @@ class Replanner:
         self._size = Size(
             parameters=plan.parameters, active=plan.active or plan.parameters, flops_per_token=plan.flops_per_token
         )
-        self._plans: dict[Layout, Plan | None] = {plan.layout: plan}
-
-    def plan(self, layout: Layout) -> Plan | None:
-        """The plan on a layout; None if the run cannot use it."""
-        if layout not in self._plans:
-            self._plans[layout] = self._choose(layout)
-        return self._plans[layout]
+        self.plan = cache(self._choose)
 
     def legal(self, layout: Layout) -> bool:
         return self.plan(layout) is not None
 
     def _choose(self, layout: Layout) -> Plan | None:
+        """The plan on a layout; None if the run cannot use it."""
         from phalanx.planning.planner import choose  # imports numpy, which a controller needs only to plan anew
 
+        if layout == self._plan.layout:
+            return self._plan
         if self._run.optimizer.sync_every > 1 and layout.data != self._plan.layout.data:
             return None  # each replica has a state of its own
         share, micro = self._run.batch // layout.replicas, self._run.train.micro_batch

@@ -6,13 +6,13 @@ import os
 import re
 import shutil
 import socket
-import subprocess
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 from phalanx.host.env import visible_gpus
 from phalanx.host.machine_profile import read_profile
+from phalanx.host.process_tree import run_program
 from phalanx.spec.plan import Gpu, Machine
 
 _SMI_TIMEOUT = 10.0  # seconds; without persistence mode the driver wakes every GPU first
@@ -158,13 +158,8 @@ def _flags(cpuinfo: dict[str, str]) -> set[str]:
 
 def _smi(*arguments: str) -> tuple[str | None, str | None]:
     """Output of nvidia-smi, or the reason why it fails."""
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return None, "it is not installed"
     try:
-        done = subprocess.run([program, *arguments], capture_output=True, text=True, errors="replace", timeout=_SMI_TIMEOUT)
-    except subprocess.TimeoutExpired:
-        return None, f"no answer within {_SMI_TIMEOUT:.0f} s"
+        done = run_program(["nvidia-smi", *arguments], _SMI_TIMEOUT)
     except OSError as error:
         return None, str(error)
     if done.returncode != 0:

@@ -1,5 +1,5 @@
-"""Starts Python processes, ties their lives together, and blocks stop signals while they start. Used by agents and the processes they
-start, before anything heavy is imported."""
+"""Starts processes, asks them, ties their lives together, and blocks stop signals while they start. Used by launchers, agents and the
+processes they start, before anything heavy is imported."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from phalanx.host.env import python_env
 from phalanx.spec.json_value import JsonObject
@@ -58,26 +58,69 @@ def python_command(module: str, *arguments: str) -> list[str]:
     return [sys.executable, "-P", "-m", module, *arguments]
 
 
-def start_module(
-    module: str, settings: JsonObject, log: Path, fds: Sequence[int] = ()
-) -> tuple[subprocess.Popen[bytes], IO[bytes], IO[bytes]]:
-    """Start a Python module in a session of its own. Returns the process, its standard input and its standard output.
+class ModuleProcess(subprocess.Popen[bytes]):
+    """A Python module as a process in a session of its own, with pipes to its standard input and from its standard output.
 
     It reads `settings` as its first line of input, because every user of the machine can read the arguments of a process.
     """
-    pipe = subprocess.PIPE
-    with log.open("ab") as errors, stop_signals_blocked():
-        process = subprocess.Popen(
-            python_command(module),
-            stdin=pipe,
-            stdout=pipe,
-            stderr=errors,
-            pass_fds=fds,
-            env=python_env(),
-            start_new_session=True,
+
+    stdin: IO[bytes]
+    stdout: IO[bytes]
+
+    def __init__(self, module: str, settings: JsonObject, log: Path, fds: Sequence[int] = ()):
+        pipe = subprocess.PIPE
+        with log.open("ab") as errors, stop_signals_blocked():
+            super().__init__(
+                python_command(module),
+                stdin=pipe,
+                stdout=pipe,
+                stderr=errors,
+                pass_fds=fds,
+                env=python_env(),
+                start_new_session=True,
+            )
+        self.write(settings)
+
+    def write(self, message: JsonObject) -> bool:
+        """Send a line of JSON; False if the process is gone."""
+        try:
+            self.stdin.write(json.dumps(message).encode() + b"\n")
+            self.stdin.flush()
+        except OSError:
+            return False
+        return True
+
+    def close(self, patience: float = 0.0) -> None:
+        """End its input and wait for its end; after so many seconds, kill it."""
+        with contextlib.suppress(OSError):
+            self.stdin.close()
+        try:
+            self.wait(patience)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            self.wait()
+        self.stdout.close()
+
+
+def run_program(command: Sequence[str], seconds: float, question: str = "") -> subprocess.CompletedProcess[str]:
+    """Run a program to its end, with `question` as its input. Raises OSError if it cannot be run, TimeoutError if it takes longer."""
+    try:
+        return subprocess.run(
+            command, input=question, capture_output=True, text=True, errors="replace", timeout=seconds, env=python_env()
         )
-    assert process.stdin is not None and process.stdout is not None
-    with contextlib.suppress(BrokenPipeError):
-        process.stdin.write(json.dumps(settings).encode() + b"\n")
-        process.stdin.flush()
-    return process, process.stdin, process.stdout
+    except subprocess.TimeoutExpired:
+        raise TimeoutError(f"no answer within {seconds:.0f} s") from None
+
+
+def ask_python(command: Sequence[str], seconds: float, question: str = "") -> dict[str, Any]:
+    """The JSON object on the last line that a Python process prints; imported modules may print before it.
+
+    Raises TimeoutError, or another OSError that says how the process ended without an answer.
+    """
+    done = run_program(command, seconds, question)
+    with contextlib.suppress(ValueError, IndexError):
+        if isinstance(answer := json.loads(done.stdout.splitlines()[-1]), dict):
+            return answer
+    code, words = done.returncode, (done.stderr.strip() or done.stdout.strip()).splitlines()
+    end = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code} and no answer"
+    raise ChildProcessError(f"its process {end}" + (f", saying {words[-1].strip()!r}" if words else ""))

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import re
 import resource
 import shutil
 import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -28,6 +26,7 @@ from phalanx._version import __version__
 from phalanx.checkpointing.replicas.shm_slots import free_memory
 from phalanx.dashboard.numbers import flops, size
 from phalanx.host.probe import driver_problem, gpu_links
+from phalanx.host.process_tree import ask_python
 from phalanx.planning.machines.catalogue import find_gpu
 from phalanx.spec.plan import Machine
 
@@ -208,19 +207,9 @@ def _warnings(report: HealthReport) -> Iterator[str]:
 
 def _ask_torch() -> dict[str, Any]:
     try:
-        done = subprocess.run(
-            [sys.executable, "-P", "-c", _ASK_TORCH], capture_output=True, text=True, errors="replace", timeout=_TORCH_TIMEOUT
-        )
-    except subprocess.TimeoutExpired:
-        return {"error": f"no answer within {_TORCH_TIMEOUT:.0f} s"}
+        return ask_python([sys.executable, "-P", "-c", _ASK_TORCH], _TORCH_TIMEOUT)
     except OSError as error:
         return {"error": str(error)}
-    try:
-        answer: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])  # plugins may print before it
-    except (ValueError, IndexError):
-        output = (done.stderr or done.stdout).strip().splitlines()
-        return {"error": output[-1].strip() if output else f"exit status {done.returncode}"}
-    return answer
 
 
 def _links(matrix: str) -> dict[str, int]:

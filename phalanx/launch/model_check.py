@@ -4,14 +4,11 @@ memory. The launcher never imports torch, so each check asks another process."""
 from __future__ import annotations
 
 import json
-import signal
-import subprocess
 from pathlib import Path
 from typing import Any
 
 from phalanx.checkpointing.find_checkpoint import find
-from phalanx.host.env import python_env
-from phalanx.host.process_tree import python_command
+from phalanx.host.process_tree import ask_python, python_command
 from phalanx.spec import hf_config
 from phalanx.spec.dump import dump
 from phalanx.spec.errors import RunError
@@ -68,10 +65,10 @@ def memory_problems(run: Run, plan: Plan, machine: Machine) -> list[str]:
         "gpu": machine.gpus[0].name if machine.gpus else "",
     }
     try:
-        answer = _last_json(_ask("phalanx.rehearsal.job", json.dumps(question), _REHEARSAL_SECONDS).stdout)
-    except (subprocess.TimeoutExpired, OSError):
-        return []
-    if answer is None or "problems" in answer:
+        answer = ask_python(python_command("phalanx.rehearsal.job"), _REHEARSAL_SECONDS, json.dumps(question))
+    except OSError:
+        answer = {"problems": []}
+    if "problems" in answer:
         return []  # a run that cannot be rehearsed is not refused for that
     kinds: list[dict[str, Any]] = answer["kinds"]
     if plan.device == "cpu":
@@ -111,45 +108,14 @@ def _estimate(run: Run, plan: Plan, machine: Machine) -> float:
 def _measure(run: Run, key: str) -> dict[str, Any]:
     """Ask `worker/measure_process` about the model; `key` names the run-file key in errors."""
     try:
-        done = _ask("phalanx.worker.measure_process", dump(run), _MEASURE_SECONDS)
-    except subprocess.TimeoutExpired:
+        answer = ask_python(python_command("phalanx.worker.measure_process"), _MEASURE_SECONDS, dump(run))
+    except TimeoutError:
         raise RunError(f"{key} was not built within {_MEASURE_SECONDS:.0f} s: look at what it does when imported.") from None
-    answer = _last_json(done.stdout)
-    if answer is None:
-        raise RunError(f"{key} could not be built: its process {_end(done.returncode)}{_last_words(done.stderr)}.")
+    except ChildProcessError as error:
+        raise RunError(f"{key} could not be built: {error}.") from None
     if "problems" in answer:
         raise RunError(answer["problems"])
     return answer
-
-
-def _ask(module: str, question: str, seconds: float) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        python_command(module),
-        input=question,
-        capture_output=True,
-        text=True,
-        errors="replace",
-        timeout=seconds,
-        env=python_env(),
-    )
-
-
-def _last_json(out: str) -> dict[str, Any] | None:
-    """The JSON object on the last line. Lines before it are what the user's module prints."""
-    try:
-        answer = json.loads(out.splitlines()[-1])
-    except (ValueError, IndexError):
-        return None
-    return answer if isinstance(answer, dict) else None
-
-
-def _end(code: int) -> str:
-    return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code} and no answer"
-
-
-def _last_words(err: str) -> str:
-    lines = err.strip().splitlines()
-    return f", saying {lines[-1].strip()!r}" if lines else ""
 
 
 def _gib(size: float) -> str:

@@ -18,7 +18,7 @@ from phalanx.host.env import python_env
 
 def test_terms_are_claimed_in_order(tmp_path: Path) -> None:
     claims = Terms(tmp_path / "control")
-    assert claims.newest() is None
+    assert claims.newest() == (0, "")
     assert claims.claim(1, "0-a1") and claims.newest() == (1, "0-a1")
     assert claims.claim(1, "0-a1"), "its own"
     assert not claims.claim(1, "1-b2") and claims.newest() == (1, "0-a1")
@@ -34,7 +34,7 @@ def test_exactly_one_of_many_concurrent_claims_succeeds(tmp_path: Path) -> None:
         if not (pid := os.fork()):
             try:
                 won = []
-                while (newest := claims.newest() or (0, ""))[0] < 100:
+                while (newest := claims.newest())[0] < 100:
                     if claims.claim(newest[0] + 1, f"{node}-x"):
                         won.append(newest[0] + 1)
                 (tmp_path / f"{node}.json").write_text(json.dumps(won))

@@ -208,8 +208,11 @@ def test_unknown_processor_is_a_warning(quick: Any, tmp_path: Path) -> None:
     ("body", "answer"),
     [
         ('echo noise; echo \'{"version": "9"}\'', {"version": "9"}),
-        ("echo Traceback >&2; echo 'ImportError: no' >&2; exit 1", {"error": "ImportError: no"}),
-        ("exit 139", {"error": "exit status 139"}),
+        (
+            "echo Traceback >&2; echo 'ImportError: no' >&2; exit 1",
+            {"error": "its process ended with exit code 1 and no answer, saying 'ImportError: no'"},
+        ),
+        ("kill -SEGV $$", {"error": "its process was ended by SIGSEGV"}),
         ("exec /bin/sleep 5", {"error": "no answer within 0 s"}),
     ],
 )

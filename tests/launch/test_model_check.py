@@ -207,6 +207,9 @@ def test_small_runs_start_without_a_rehearsal(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_failed_rehearsal_does_not_refuse_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> Any:
+        raise ChildProcessError("its process ended with exit code 1 and no answer")
+
     run = tiny_run(*LARGE_MODEL)
-    monkeypatch.setattr(model_check, "_ask", lambda *_: subprocess.CompletedProcess([], 0, stdout=""))
+    monkeypatch.setattr(model_check, "ask_python", fail)
     assert model_check.memory_problems(run, plan_of(run, "cpu", 2), machine(1 << 30)) == []
