@@ -45,7 +45,7 @@ class Agent(NodeServices):
         """The order that began the newest generation."""
         self.fork_client = ForkClient(self.rundir, self.plan, self._on_fork_server_failure)
         self._controller: Controller | None = None
-        self._leader = LeaderClient(self, self.run.resilience.heartbeat, self._lead)
+        self._leader = LeaderClient(self, self._lead)
         self._forked = 0
         self._restarting: asyncio.Task[Any] | None = None
         self._refused, self._refusal_recorded = 0, 0.0
@@ -55,8 +55,7 @@ class Agent(NodeServices):
 
     async def live(self) -> None:
         """Run until the run is over."""
-        self.fork_client.start()
-        # In parallel to loading torch, which takes longer.
+        # While the fork server loads torch, which takes longer.
         self.replica_process = await asyncio.to_thread(ReplicaProcess, self.rundir, self.node, self._bind, self.token)
         asyncio.get_running_loop().add_signal_handler(signal.SIGCHLD, self._reap)
         listener = Listener(self._bind, self.token, self._on_connection, self._on_refused)
@@ -120,18 +119,11 @@ class Agent(NodeServices):
             self.emit(StrangerRefused(address=address, node=self.node, reason=reason, count=self._refused))
             self._refused, self._refusal_recorded = 0, time.monotonic()
 
-    def reachable(self, node: int) -> bool:
-        """Whether no injected fault separates this node from that one."""
-        return self._faults.reachable(node)
-
     def drop_link(self, node: int) -> None:
         """Injected fault: the link to another node breaks."""
         for worker in self.workers.values():
             worker.send(protocol.CutConnections())
-        if self._controller is not None:
-            self._controller.drop_link(node)
-        else:
-            self._leader.drop_link(node)
+        (self._controller or self._leader).drop_link(node)
 
     def join_report(self) -> protocol.Join:
         """Everything that a controller must know about this node."""

@@ -342,13 +342,9 @@ class Control:
         save_only: bool = False,
     ) -> None:
         """Begin a generation. `names`: surviving worker processes by new rank. `save_only`: it restores, saves and ends."""
-        state, stores = self.state, self.agent.stores
-        number = 0
-        if state.generation is not None:
-            number = state.generation.number + 1
-            if state.generation.number in stores:
-                stores[state.generation.number].end(f"generation {state.generation.number} is over")
-        stores[number] = KeyValueStore()
+        state = self.state
+        number = 0 if state.generation is None else state.generation.number + 1
+        self.agent.stores[number] = KeyValueStore()
         state.copy_every = copy_every(self.agent.run, plan, assignment)
         if state.copy_every is not None:
             await self.set_replica_peers(assignment)

@@ -81,13 +81,9 @@ class Terms:
 
     def announced(self) -> dict[int, dict[str, Any]]:
         """What each node has published, by node number. Invalid files are ignored."""
-        nodes = {}
-        for name in sorted(os.listdir(self.folder)):
-            match = _NODE.fullmatch(name)
-            info = _read(self.folder / name) if match else None
-            if match and info is not None:
-                nodes[int(match[1])] = info
-        return nodes
+        matches = filter(None, map(_NODE.fullmatch, sorted(os.listdir(self.folder))))
+        nodes = {int(match[1]): _read(self.folder / match[0]) for match in matches}
+        return {node: info for node, info in nodes.items() if info is not None}
 
     def touch(self, node: int) -> None:
         """Show a sign of life that does not depend on connections."""
@@ -145,6 +141,8 @@ class NodeServices(ABC):
         self.stores: dict[int, KeyValueStore] = {}
         """Rendezvous stores of the generations that this agent began as the controller."""
         self.workers: dict[str, Worker] = {}
+        self.unreachable: dict[int, float] = {}
+        """Nodes that an injected fault separates from this one, and until when."""
         self.stopping: str | None = None
         self.outcome: protocol.Outcome | None = None
         self._log = EventLog(self.rundir.events_file)
@@ -174,10 +172,11 @@ class NodeServices(ABC):
         print(json.dumps(protocol.encode(outcome)), flush=True)
         self._over.set()
 
+    def reachable(self, node: int) -> bool:
+        return time.monotonic() >= self.unreachable.get(node, 0.0)
+
     @abstractmethod
     def join_report(self) -> protocol.Join: ...
-    @abstractmethod
-    def reachable(self, node: int) -> bool: ...
     @abstractmethod
     def drop_link(self, node: int) -> None: ...
     @abstractmethod
@@ -187,9 +186,9 @@ class NodeServices(ABC):
 class LeaderClient:
     """Follows the author of the newest term; if that node is lost, the living nodes claim the next term in turn."""
 
-    def __init__(self, agent: NodeServices, heartbeat: float, lead: Callable[[int], Awaitable[None]]):
-        """`heartbeat`: seconds without a sign of life after which a controller is lost. `lead` runs a controller for a term."""
-        self._agent, self._heartbeat, self._lead = agent, heartbeat, lead
+    def __init__(self, agent: NodeServices, lead: Callable[[int], Awaitable[None]]):
+        """`lead` runs a controller for a term."""
+        self._agent, self._lead, self._heartbeat = agent, lead, agent.run.resilience.heartbeat
         self._channel: Channel | None = None
         self._signs_of_life: dict[str, tuple[float, float]] = {}
         """Controller name to (touched time of its file, when that was first seen)."""

@@ -29,14 +29,8 @@ class NodeFaults:
         self._claims = FaultClaims(run_dir)
         self._pending = {number: fault for number, fault in enumerate(faults) if is_node_fault(fault)}
         self._waker: subprocess.Popen[bytes] | None = None
-        self._unreachable: dict[int, float] = {}
-        """Nodes that cannot be reached, and until when."""
         if any(fault.kind == "fill-disk" for fault in faults):
             DISK.watch(run_dir)
-
-    def reachable(self, node: int) -> bool:
-        """Whether no injected fault separates this node from that one."""
-        return time.monotonic() >= self._unreachable.get(node, 0.0)
 
     def on_step(self, step: int) -> None:
         """Inject the faults that are due after this many complete steps."""
@@ -64,7 +58,7 @@ class NodeFaults:
         if fault.kind == "fill-disk":
             fill_disk(self._agent.rundir.path, fault.seconds or _DEFAULT_SECONDS)
         elif fault.kind == "drop-link" and fault.link is not None:
-            self._unreachable[fault.link[1]] = time.monotonic() + (fault.seconds or _DEFAULT_SECONDS)
+            self._agent.unreachable[fault.link[1]] = time.monotonic() + (fault.seconds or _DEFAULT_SECONDS)
             self._agent.drop_link(fault.link[1])
         elif fault.kind == "kill":
             self._kill_node(fault.seconds)
@@ -82,8 +76,7 @@ class NodeFaults:
         print(json.dumps(encode(NodeAway(seconds=seconds))), flush=True)
         pids = [self._agent.replica_process.pid, self._agent.fork_client.pid, *(worker.pid for worker in self._living())]
         for pid in [*pids, os.getpid()]:
-            if pid is not None:
-                os.kill(pid, signal.SIGKILL)
+            os.kill(pid, signal.SIGKILL)
 
     def _freeze_node(self, seconds: float | None) -> None:
         pids = [*(worker.pid for worker in self._living()), self._agent.replica_process.pid, os.getpid()]

@@ -90,20 +90,19 @@ async def inspect_process(worker: Worker) -> HangReport:
 
 
 class ForkClient:
-    """The connection to the fork server, which is restarted if it dies; the ranks it has forked live on."""
+    """The fork server and the connection to it. It is restarted if it dies; the ranks it has forked live on."""
 
     def __init__(self, rundir: RunDir, plan: Plan, on_failure: Callable[[str, str], None]):
         """`on_failure` is called with the reason and the log when the fork server cannot be started."""
         self._rundir, self._plan, self._on_failure = rundir, plan, on_failure
         self.ready = asyncio.Event()
         """The fork server has loaded torch."""
-        self._process: subprocess.Popen[bytes] | None = None
-        self._control: socket.socket | None = None
         self._requests: dict[str, asyncio.Future[int]] = {}
         self._closed = False
         self._failed_starts = 0
+        self._start()
 
-    def start(self) -> None:
+    def _start(self) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         arguments = [str(self._rundir.path), str(theirs.fileno()), str(os.getpid())]
         with theirs, (self._rundir.logs / "launch.log").open("ab") as log, stop_signals_blocked():
@@ -122,8 +121,8 @@ class ForkClient:
         asyncio.get_running_loop().add_reader(ours.fileno(), self._on_readable, ours)
 
     @property
-    def pid(self) -> int | None:
-        return self._process.pid if self._process is not None else None
+    def pid(self) -> int:
+        return self._process.pid
 
     def _on_readable(self, control: socket.socket) -> None:
         try:
@@ -150,13 +149,12 @@ class ForkClient:
         self._requests.clear()
         was_ready = self.ready.is_set()
         self.ready.clear()
-        assert self._process is not None
         code = self._process.wait()
         if self._closed:
             return
         self._failed_starts += not was_ready
         if self._failed_starts < _LOAD_ATTEMPTS:
-            self.start()
+            self._start()
         else:
             log = (self._rundir.logs / "launch.log").read_text(errors="replace")[-4000:]
             self._on_failure(f"The process that starts the workers ended with exit code {code}.", log)
@@ -168,7 +166,6 @@ class ForkClient:
             ours, theirs = socket.socketpair()
             request: asyncio.Future[int] = asyncio.get_running_loop().create_future()
             self._requests[name] = request
-            assert self._control is not None
             try:
                 with theirs:
                     socket.send_fds(self._control, [json.dumps({"worker": name}).encode()], [theirs.fileno()])
@@ -190,9 +187,8 @@ class ForkClient:
 
     def close(self) -> None:
         self._closed = True
-        if self._process is not None and self._process.poll() is None:
-            self._process.kill()
-            self._process.wait()
+        self._process.kill()
+        self._process.wait()
 
 
 class ReplicaProcess:

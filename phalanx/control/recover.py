@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from operator import itemgetter
 
 from phalanx.checkpointing.replicas import replica_index
 from phalanx.control import protocol
@@ -158,21 +159,21 @@ class Recovery:
             # Replicas saved after the ranks last agreed may be wrong, too.
             newest_step = generation.corruption.agreed or 0
         usable = [state for state in replicas if newest_step is None or state.step <= newest_step]
-        best = max(usable, key=_recency, default=None)
-        addresses = [list(server) for server in servers]
-        if live is not None and (best is None or _recency(best) <= live[:2]):
-            self._record.source = "live"
+        states = [(_rewinds(state), state.step, "memory", state.generation, state.ranks) for state in usable]
+        if live is not None:
+            rewinds, step, ranks = live
+            # First, so that it is preferred to equally new replicas.
+            states.insert(0, (rewinds, step, "live", generation.number, ranks))
+        if not states:
+            self._record.source = "disk"
+            return protocol.StateSource(in_memory=False, newest_step=newest_step)
+        # A rollback abandons the steps after it: of two states, the one with more rollbacks is newer.
+        _, step, self._record.source, number, ranks = max(states, key=itemgetter(0, 1))
+        if self._record.source == "live":
             # A run that fails again and again must not fill the memory with earlier hand-offs.
             self._agent.spawn(discard_replicas(self._control, generation.number))
-            _, step, ranks = live
-            return protocol.StateSource(in_memory=True, generation=generation.number, step=step, ranks=ranks, servers=addresses)
-        if best is not None:
-            self._record.source = "memory"
-            return protocol.StateSource(
-                in_memory=True, generation=best.generation, step=best.step, ranks=best.ranks, servers=addresses
-            )
-        self._record.source = "disk"
-        return protocol.StateSource(in_memory=False, newest_step=newest_step)
+        addresses = [list(server) for server in servers]
+        return protocol.StateSource(in_memory=True, generation=number, step=step, ranks=ranks, servers=addresses)
 
     async def _hand_off(self, generation: Generation) -> tuple[int, int, int] | None:
         """Have the survivors copy their state into host memory; returns (rewinds, step, ranks), or None if part of it is missing."""
@@ -192,10 +193,9 @@ class Recovery:
         return newest.rewinds, step, len(contributors)
 
 
-def _recency(state: replica_index.ReplicaState) -> tuple[int, int]:
-    """Order states by rollbacks, then by step: a rollback abandons the steps after it."""
+def _rewinds(state: replica_index.ReplicaState) -> int:
     metadata = state.replicas[0][0].copy.metadata
-    return len(metadata.progress.get("left_out", []) if metadata is not None else []), state.step
+    return len(metadata.progress.get("left_out", [])) if metadata is not None else 0
 
 
 async def discard_replicas(control: Control, before: int) -> None:

@@ -158,6 +158,8 @@ def _flags(cpuinfo: dict[str, str]) -> set[str]:
 
 def _smi(*arguments: str) -> tuple[str | None, str | None]:
     """Output of nvidia-smi, or the reason why it fails."""
+    if shutil.which("nvidia-smi") is None:
+        return None, "it is not installed"
     try:
         done = run_program(["nvidia-smi", *arguments], _SMI_TIMEOUT)
     except OSError as error:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.checkpointing.find_checkpoint import find
+from phalanx.dashboard.numbers import size
 from phalanx.host.process_tree import ask_python, python_command
 from phalanx.spec import hf_config
 from phalanx.spec.dump import dump
@@ -76,15 +77,15 @@ def memory_problems(run: Run, plan: Plan, machine: Machine) -> list[str]:
         if need <= _CPU_FRACTION * available:
             return []
         return [
-            f"{plan.ranks} CPU ranks need {_gib(need)} together, as a rehearsal of their program shows, but this machine has "
-            f"{_gib(available)}: {REMEDY}."
+            f"{plan.ranks} CPU ranks need {size(need)} together, as a rehearsal of their program shows, but this machine has "
+            f"{size(available)}: {REMEDY}."
         ]
     too_large = [kind for kind in kinds if not kind["fits"] and kind["error"] is None]
     if not too_large:
         return []
     worst = max(too_large, key=lambda kind: kind["in_use"])
     return [
-        f"Rank {worst['rank']} needs {_gib(worst['in_use'])} of the GPU's {_gib(available)}, as a rehearsal of its program shows, and "
+        f"Rank {worst['rank']} needs {size(worst['in_use'])} of the GPU's {size(available)}, as a rehearsal of its program shows, and "
         f"runs out of memory in {worst['at']}: {REMEDY}."
     ]
 
@@ -116,7 +117,3 @@ def _measure(run: Run, key: str) -> dict[str, Any]:
     if "problems" in answer:
         raise RunError(answer["problems"])
     return answer
-
-
-def _gib(size: float) -> str:
-    return f"{size / 2**30:.1f} GiB"
