@@ -12,7 +12,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from phalanx.host.env import python_env
 from phalanx.spec.json_value import JsonObject
@@ -112,7 +112,7 @@ def run_program(command: Sequence[str], seconds: float, question: str = "") -> s
         raise TimeoutError(f"no answer within {seconds:.0f} s") from None
 
 
-def ask_python(command: Sequence[str], seconds: float, question: str = "") -> dict[str, Any]:
+def ask_python(command: Sequence[str], seconds: float, question: str = "") -> JsonObject:
     """The JSON object on the last line that a Python process prints; imported modules may print before it.
 
     Raises TimeoutError, or another OSError that says how the process ended without an answer.

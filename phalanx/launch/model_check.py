@@ -66,7 +66,7 @@ def memory_problems(run: Run, plan: Plan, machine: Machine) -> list[str]:
         "gpu": machine.gpus[0].name if machine.gpus else "",
     }
     try:
-        answer = ask_python(python_command("phalanx.rehearsal.job"), _REHEARSAL_SECONDS, json.dumps(question))
+        answer: dict[str, Any] = ask_python(python_command("phalanx.rehearsal.job"), _REHEARSAL_SECONDS, json.dumps(question))
     except OSError:
         answer = {"problems": []}
     if "problems" in answer:
@@ -109,7 +109,7 @@ def _estimate(run: Run, plan: Plan, machine: Machine) -> float:
 def _measure(run: Run, key: str) -> dict[str, Any]:
     """Ask `worker/measure_process` about the model; `key` names the run-file key in errors."""
     try:
-        answer = ask_python(python_command("phalanx.worker.measure_process"), _MEASURE_SECONDS, dump(run))
+        answer: dict[str, Any] = ask_python(python_command("phalanx.worker.measure_process"), _MEASURE_SECONDS, dump(run))
     except TimeoutError:
         raise RunError(f"{key} was not built within {_MEASURE_SECONDS:.0f} s: look at what it does when imported.") from None
     except ChildProcessError as error:
