@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, TypedDict
 
@@ -58,9 +58,9 @@ class HangReport(TypedDict, total=False):
     """What `faulthandler` wrote."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class Report:
-    """What is known about one rank."""
+    """What is known about one rank, and what follows from it."""
 
     rank: int
     node: int
@@ -70,6 +70,32 @@ class Report:
     location: HangReport
     silent: float = 0.0
     """Seconds without progress."""
+    operation: str | None = field(init=False)
+    """The collective it waits in."""
+    broken: bool = field(init=False)
+    """Stopped, dead or without an answer: to blame without further evidence."""
+    doing: str = field(init=False)
+    """What is wrong with it, or what it does, as the end of a sentence."""
+    stack: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.operation, self.broken, self.doing, self.stack = _assess(self.location, self.beat)
+
+    @property
+    def waiting(self) -> bool:
+        return self.operation is not None and not self.broken
+
+    @property
+    def group(self) -> str | None:
+        return self.location.get("group")
+
+    def in_step(self, word: str) -> str:
+        """The step that it has not completed, as in " of step 7"; empty if unknown."""
+        return "" if self.beat is None else f" {word} step {self.beat.step + 1}"
+
+    def collectives(self, group: str | None) -> int | None:
+        """How many collectives it has started in a group; None: not a member, or unknown."""
+        return None if group is None else self.location.get("numbers", {}).get(group)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,12 +115,12 @@ class Diagnosis:
 
 def diagnose(reports: Iterable[Report]) -> Diagnosis:
     """Name the ranks that the others wait for. A rank that waits for others is never blamed, unless it waits for something else."""
-    ranks = {report.rank: _Rank.of(report) for report in sorted(reports, key=lambda report: report.rank)}
-    waits = {rank.number: _blockers(rank, ranks) for rank in ranks.values() if rank.waiting}
-    broken = [number for number, rank in ranks.items() if rank.broken]
-    if broken or any(not rank.waiting for rank in ranks.values()):
+    ranks = {report.rank: report for report in sorted(reports, key=lambda report: report.rank)}
+    waits = {report.rank: _blockers(report, ranks) for report in ranks.values() if report.waiting}
+    broken = [number for number, report in ranks.items() if report.broken]
+    if broken or any(not report.waiting for report in ranks.values()):
         awaited = set[int]().union(*waits.values())
-        late = [number for number, rank in ranks.items() if not rank.waiting and number in awaited]
+        late = [number for number, report in ranks.items() if not report.waiting and number in awaited]
         culprits = sorted({*broken, *late})
         if culprits:
             return _blame(culprits, ranks, waits, certain=True)
@@ -104,69 +130,29 @@ def diagnose(reports: Iterable[Report]) -> Diagnosis:
     return _blame(diverged, ranks, waits, certain=False) if diverged else _all_wait(ranks, waits)
 
 
-@dataclass(slots=True)
-class _Rank:
-    report: Report
-    operation: str | None
-    """The collective it waits in."""
-    broken: bool
-    """Stopped, dead or without an answer: to blame without further evidence."""
-    doing: str
-    """What is wrong with it, or what it does, as the end of a sentence."""
-    stack: str
-
-    @property
-    def location(self) -> HangReport:
-        return self.report.location
-
-    @property
-    def number(self) -> int:
-        return self.report.rank
-
-    @property
-    def waiting(self) -> bool:
-        return self.operation is not None and not self.broken
-
-    @property
-    def group(self) -> str | None:
-        return self.location.get("group")
-
-    @property
-    def use(self) -> str | None:
-        return self.location.get("use")
-
-    def in_step(self, word: str) -> str:
-        """The step that it has not completed, as in " of step 7"; empty if unknown."""
-        return "" if self.report.beat is None else f" {word} step {self.report.beat.step + 1}"
-
-    def collectives(self, group: str | None) -> int | None:
-        """How many collectives it has started in a group; None: not a member, or unknown."""
-        return None if group is None else self.location.get("numbers", {}).get(group)
-
-    @staticmethod
-    def of(report: Report) -> _Rank:
-        location = report.location
-        state = location.get("state")
-        if "stack" in location and state not in _STATES:
-            threads = "".join(f"Thread {name}:\n{stack}" for name, stack in location.get("threads", {}).items())
-            doing = _located(_activity(location.get("place"), report.beat), location.get("at"))
-            return _Rank(report, location.get("operation"), False, doing, location["stack"] + threads)
-        frames = parse_faulthandler(location.get("dump") or "")
-        blocked = blocking_collective(frames)
-        if state in _STATES:
-            doing = f"its process is {_STATES[state]}"
-        elif blocked is not None:
-            # A rank that waits for others holds up nobody, even if it cannot answer.
-            return _Rank(report, blocked[0], False, f"it waits in {blocked[0]} and does not answer", format_stack(frames))
-        elif state == "D":
-            doing = "it does not answer: its process waits for a disk or a device"
-        else:
-            doing = "it does not answer, although its process is alive"
-        if frames:
-            doing += f"; {_located(describe_location(frames), str(frames[-1]))}"
-        elif report.beat is not None:
-            doing += f"; its last heartbeat says that it is {report.beat.phase}"
-        return _Rank(report, None, True, doing, format_stack(frames) or location.get("stack", ""))
+def _assess(location: HangReport, beat: Beat | None) -> tuple[str | None, bool, str, str]:
+    """(operation, broken, doing, stack) of a Report."""
+    state = location.get("state")
+    if "stack" in location and state not in _STATES:
+        threads = "".join(f"Thread {name}:\n{stack}" for name, stack in location.get("threads", {}).items())
+        doing = _located(_activity(location.get("place"), beat), location.get("at"))
+        return location.get("operation"), False, doing, location["stack"] + threads
+    frames = parse_faulthandler(location.get("dump") or "")
+    blocked = blocking_collective(frames)
+    if state in _STATES:
+        doing = f"its process is {_STATES[state]}"
+    elif blocked is not None:
+        # A rank that waits for others holds up nobody, even if it cannot answer.
+        return blocked[0], False, f"it waits in {blocked[0]} and does not answer", format_stack(frames)
+    elif state == "D":
+        doing = "it does not answer: its process waits for a disk or a device"
+    else:
+        doing = "it does not answer, although its process is alive"
+    if frames:
+        doing += f"; {_located(describe_location(frames), str(frames[-1]))}"
+    elif beat is not None:
+        doing += f"; its last heartbeat says that it is {beat.phase}"
+    return None, True, doing, format_stack(frames) or location.get("stack", "")
 
 
 def _activity(place: str | None, beat: Beat | None) -> str:
@@ -181,24 +167,24 @@ def _located(place: str, at: str | None) -> str:
     return f"it is {place}: {at}" if at and at not in place else f"it is {place}"
 
 
-def _blockers(rank: _Rank, ranks: Mapping[int, _Rank]) -> set[int]:
+def _blockers(report: Report, ranks: Mapping[int, Report]) -> set[int]:
     """The ranks that a waiting rank waits for, as far as can be seen."""
-    peer = rank.location.get("peer")
-    if rank.operation in _MESSAGES and peer is not None:
+    peer = report.location.get("peer")
+    if report.operation in _MESSAGES and peer is not None:
         return {peer} & ranks.keys()
-    started = rank.collectives(rank.group)
+    started = report.collectives(report.group)
     if started is None:  # it waits for all ranks, or for unknown ones
-        return {other.number for other in ranks.values() if not other.waiting}
-    members = rank.location.get("members")
+        return {other.rank for other in ranks.values() if not other.waiting}
+    members = report.location.get("members")
     blockers = set()
     for other in ranks.values() if members is None else (ranks[member] for member in members if member in ranks):
-        theirs = other.collectives(rank.group)
-        if other.number != rank.number and (other.broken if theirs is None else theirs < started):
-            blockers.add(other.number)
+        theirs = other.collectives(report.group)
+        if other.rank != report.rank and (other.broken if theirs is None else theirs < started):
+            blockers.add(other.rank)
     return blockers
 
 
-def _diverged(ranks: Mapping[int, _Rank], waits: Mapping[int, set[int]]) -> list[int]:
+def _diverged(ranks: Mapping[int, Report], waits: Mapping[int, set[int]]) -> list[int]:
     """The culprits if all ranks wait: ranks that others wait for and that wait for no rank themselves, or that wait in another collective
     than most. They have taken another path through the program."""
     awaited = set[int]().union(*waits.values())
@@ -208,15 +194,15 @@ def _diverged(ranks: Mapping[int, _Rank], waits: Mapping[int, set[int]]) -> list
     if last:
         return last
     # The ranks wait in a circle. Messages do not tell who should have sent; of collectives, most ranks are in the right one.
-    places = {n: (rank.use, rank.operation) for n, rank in ranks.items() if n in awaited and rank.operation not in _MESSAGES}
-    counted = Counter((rank.use, rank.operation) for rank in ranks.values()).most_common()
+    places = {n: (report.location.get("use"), report.operation) for n, report in ranks.items()}
+    counted = Counter(places.values()).most_common()
     if len(counted) < 2 or counted[0][1] == counted[1][1]:
         return []
-    return [number for number, place in places.items() if place != counted[0][0]]
+    return [n for n in ranks if n in awaited and ranks[n].operation not in _MESSAGES and places[n] != counted[0][0]]
 
 
-def _blame(culprits: Sequence[int], ranks: Mapping[int, _Rank], waits: Mapping[int, set[int]], *, certain: bool) -> Diagnosis:
-    waiting = [rank for number, rank in ranks.items() if number in waits and number not in culprits]
+def _blame(culprits: Sequence[int], ranks: Mapping[int, Report], waits: Mapping[int, set[int]], *, certain: bool) -> Diagnosis:
+    waiting = [report for number, report in ranks.items() if number in waits and number not in culprits]
     since = _waited(waiting)
     clauses = [(f"{_name(ranks[number])} {_missing(ranks[number], ranks, waits)}", ranks[number].doing) for number in culprits]
     if len(clauses) == 1:
@@ -228,37 +214,35 @@ def _blame(culprits: Sequence[int], ranks: Mapping[int, _Rank], waits: Mapping[i
     return Diagnosis(tuple(culprits), "; ".join(part for part in parts if part), stack, certain)
 
 
-def _missing(culprit: _Rank, ranks: Mapping[int, _Rank], waits: Mapping[int, set[int]]) -> str:
+def _missing(culprit: Report, ranks: Mapping[int, Report], waits: Mapping[int, set[int]]) -> str:
     """What the others wait for: the first collective of theirs that this rank has not started."""
-    waiting = [
-        ranks[other] for other, blockers in waits.items() if culprit.number in blockers and ranks[other].group is not None
-    ]
-    in_messages = [rank for rank in waiting if rank.operation in _MESSAGES]
-    in_collectives = [rank for rank in waiting if rank not in in_messages]
+    waiting = [ranks[other] for other, blockers in waits.items() if culprit.rank in blockers and ranks[other].group is not None]
+    in_messages = [report for report in waiting if report.operation in _MESSAGES]
+    in_collectives = [report for report in waiting if report.operation not in _MESSAGES]
     if in_collectives:
-        first = min(in_collectives, key=lambda rank: rank.collectives(rank.group) or 0)
+        first = min(in_collectives, key=lambda report: report.collectives(report.group) or 0)
         started = culprit.collectives(first.group)
         number = started + 1 if started is not None else first.collectives(first.group)
         return f"has not reached {first.operation} #{number}{culprit.in_step('of')}"
     if in_messages:
         verb = "received the message of" if in_messages[0].operation == "send" else "sent its message to"
-        return f"has not {verb} {_list(rank.number for rank in in_messages)}{culprit.in_step('in')}"
+        return f"has not {verb} {_list(report.rank for report in in_messages)}{culprit.in_step('in')}"
     return f"makes no progress{culprit.in_step('in')}"
 
 
-def _all_work(ranks: Mapping[int, _Rank]) -> Diagnosis:
+def _all_work(ranks: Mapping[int, Report]) -> Diagnosis:
     """Ranks compute and no rank waits for them."""
-    busy = [rank for rank in ranks.values() if not rank.waiting]
-    activity, count = Counter(rank.doing.removeprefix("it is ") for rank in busy).most_common(1)[0]
+    busy = [report for report in ranks.values() if not report.waiting]
+    activity, count = Counter(report.doing.removeprefix("it is ") for report in busy).most_common(1)[0]
     verb, them = ("works", "it") if len(busy) == 1 else ("work", "them")
     message = (
-        f"{_list(rank.number for rank in busy)} {verb} on, and no rank is found waiting for {them}: "
+        f"{_list(report.rank for report in busy)} {verb} on, and no rank is found waiting for {them}: "
         f"{count} of {len(ranks)} {'is' if count == 1 else 'are'} {activity}"
     )
     return Diagnosis((), message, busy[0].stack, False)
 
 
-def _all_wait(ranks: Mapping[int, _Rank], waits: Mapping[int, set[int]]) -> Diagnosis:
+def _all_wait(ranks: Mapping[int, Report], waits: Mapping[int, set[int]]) -> Diagnosis:
     """All ranks wait, and none is behind."""
     # Ranks that wait for no known rank wait for the network; the others may wait for them.
     stuck = [ranks[number] for number, blockers in waits.items() if not blockers] or list(ranks.values())
@@ -268,11 +252,11 @@ def _all_wait(ranks: Mapping[int, _Rank], waits: Mapping[int, set[int]]) -> Diag
     step = first.in_step("of")
     if len(stuck) == 1:
         verb = f"waits in {first.operation}{number}{step}"
-    elif len({(rank.group, rank.operation) for rank in stuck}) == 1:
+    elif len({(report.group, report.operation) for report in stuck}) == 1:
         verb = f"wait in {first.operation}{number}{step}"
     else:
-        verb = f"wait for each other in {', '.join(dict.fromkeys(str(rank.operation) for rank in stuck))}{step}"
-    who = f"all {len(stuck)} ranks" if len(stuck) == len(ranks) and len(stuck) > 1 else _list(rank.number for rank in stuck)
+        verb = f"wait for each other in {', '.join(dict.fromkeys(str(report.operation) for report in stuck))}{step}"
+    who = f"all {len(stuck)} ranks" if len(stuck) == len(ranks) and len(stuck) > 1 else _list(report.rank for report in stuck)
     message = (
         f"{who} {verb}, and no rank is missing there; {_waited(list(ranks.values()))}; "
         "the connections between ranks are suspect"
@@ -280,15 +264,15 @@ def _all_wait(ranks: Mapping[int, _Rank], waits: Mapping[int, set[int]]) -> Diag
     return Diagnosis((), message, first.stack, False, cut_off=True)
 
 
-def _waited(waiting: Sequence[_Rank]) -> str:
+def _waited(waiting: Sequence[Report]) -> str:
     if not waiting:
         return ""
-    seconds = max(rank.report.silent for rank in waiting)
+    seconds = max(report.silent for report in waiting)
     return f"{len(waiting)} rank{'s have' if len(waiting) > 1 else ' has'} waited for {seconds:.0f} s"
 
 
-def _name(rank: _Rank) -> str:
-    report, layer = rank.report, rank.location.get("layer")
+def _name(report: Report) -> str:
+    layer = report.location.get("layer")
     words = [f"node {report.node}"]
     words += [f"layer {layer}"] if layer else []
     words += [f"pipeline stage {report.stage}"] if report.stage is not None else []

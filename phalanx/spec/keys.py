@@ -387,9 +387,6 @@ def unknown_table(path: str) -> tuple[str, list[str]]:
     """The sentence about an unknown table, and the tables it may stand for."""
     siblings = [table for table in (*TABLES, *FREE, *NAMED) if table.rpartition(".")[0] == path.rpartition(".")[0]]
     guesses = near(path, siblings)
-    remedy = (
-        f"did you mean [{guesses[0]}{'.NAME' if guesses[0] in NAMED else ''}]?"
-        if guesses
-        else f"the tables are {', '.join(_known_tables())}."
-    )
+    written = [f"{table}.NAME" if table in NAMED else table for table in guesses]
+    remedy = f"did you mean [{written[0]}]?" if written else f"the tables are {', '.join(_known_tables())}."
     return f"[{path}] is not a table of the run file: {remedy}", guesses
