@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from phalanx.observe.comm_timer import wait
 from phalanx.parallel.context.kernels import wide
-from phalanx.parallel.context.online_softmax import MaskPlan, Part, VisitBack, attend
+from phalanx.parallel.context.online_softmax import KVTransport, MaskPlan, Part, VisitBack, attend
 from phalanx.parallel.group import Group
 from phalanx.parallel.mesh import Environment, Mesh
 from phalanx.parallel.tensor import computed
@@ -61,11 +61,14 @@ def piece_pair(index: int, count: int) -> tuple[int, int]:
 def swap(parts: list[nn.Module], mesh: Mesh, method: str) -> str:
     """Replace every attention of these models by one over the context group. Returns what was done."""
     group = mesh.group("context", use="context")
-    shared: Ulysses | TransportedKV
     if method == "ulysses":
-        shared = Ulysses(group, mesh.environment)
+        shared: SharedAttention = Ulysses(group, mesh.environment, KVTransport())
+        words = "heads exchanged for positions"
     else:
-        shared = TransportedKV(Ring(group) if method == "ring" else AllGather(group), group.size, mesh.environment)
+        transport: Ring | AllGather = Ring(group) if method == "ring" else AllGather(group)
+        shared = SharedAttention(group, mesh.environment, transport)
+        first, second = transport.pieces
+        words = f"keys and values {transport.words}, queries of pieces {first} and {second} of {transport.count} here"
     # It runs uncompiled between two compiled pieces of a block: messages between ranks are not part of a graph.
     attend_shared = torch.compiler.disable(shared.__call__)
     names = []
@@ -79,40 +82,47 @@ def swap(parts: list[nn.Module], mesh: Mesh, method: str) -> str:
             setattr(holder, attribute, attend_shared)
             names.append(name)
     where = f"{len(names)} attentions ({names[0]} … {names[-1]})" if names else "no attention in this stage"
-    return f"{where}: {shared.words}, {group.size} ranks {group.ranks} share each sequence"
+    return f"{where}: {words}, {group.size} ranks {group.ranks} share each sequence"
 
 
-class TransportedKV:
+class SharedAttention:
     """Attention in which queries stay and keys and values travel. It may serve several batches at a time."""
 
-    def __init__(self, transport: Ring | AllGather, count: int, environment: Environment):
-        self._transport, self._count = transport, count
-        self._masks = _MaskPlans(2 * count, environment)
-
-        pieces = " and ".join(map(str, transport.pieces))
-        self.words = f"keys and values {transport.words}, queries of pieces {pieces} of {2 * count} here"
+    def __init__(self, group: Group, environment: Environment, transport: KVTransport):
+        self._group, self._environment, self._transport = group, environment, transport
+        self._plans: WeakKeyDictionary[Any, MaskPlan] = WeakKeyDictionary()
+        """By a batch's scope: computed once, by the first block, and freed with the scope."""
 
     def __call__(self, q_BHSE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor, scope: Scope, scale: float | None = None, /) -> Tensor:
         q, k, v = (computed(x) for x in (q_BHSE, k_BKSE, v_BKSE))
-        mask = self._masks.of(scope, q.shape[2] * self._count)
-        return attend(q, k, v, self._transport, mask, scale)
+        return attend(q, k, v, self._transport, self._plan(scope, q.shape[2] * self._group.size), scale)
+
+    def _plan(self, scope: Scope, length: int) -> MaskPlan:
+        plan = self._plans.get(scope)
+        if plan is None or plan.length != length:
+            documents = scope.documents
+            assert documents is None or documents.shape[1] == length, "documents cover the whole sequence"
+            # The only time that the host waits for the documents: a plan serves all blocks of a model.
+            known = None if documents is None else self._environment.document_ids(documents)
+            plan = self._plans[scope] = MaskPlan(length, self._transport.count, documents, known)
+        return plan
 
 
-class Ring:
+class Ring(KVTransport):
     """Ring attention: every rank's keys and values travel once around the ranks. While a rank attends to one part, the next is
     on its way. Keeps no state between calls."""
 
     words = "passed round a ring"
 
     def __init__(self, group: Group):
-        self._group = group
-        self.pieces: tuple[int, ...] = piece_pair(group.index, group.size)
+        self._group, self.pieces, self.count = group, piece_pair(group.index, group.size), 2 * group.size
 
     def forward(self, k: Tensor, v: Tensor) -> Iterator[Part]:
-        message = _pack(k, v)
+        message = torch.cat((k.flatten(), v.flatten()))
         for step in range(self._group.size):
             hop = _Hop(message, _KEYS, self._group) if step < self._group.size - 1 else None
-            yield self._origin(step), *_unpack(message, k, v)
+            # After this many hops, the pieces of the rank that many places before are here.
+            yield piece_pair((self._group.index - step) % self._group.size, self._group.size), *_unpack(message, k, v)
             if hop is not None:
                 message = hop.wait()
 
@@ -127,10 +137,6 @@ class Ring:
             summed = _Hop(gradients, _GRADIENTS, self._group)
         assert summed is not None
         return _unpack(summed.wait(), k, v)  # one more hop after the last rank, to the owner
-
-    def _origin(self, step: int) -> tuple[int, int]:
-        """The pieces that are on this rank after this many hops."""
-        return piece_pair((self._group.index - step) % self._group.size, self._group.size)
 
 
 class _Hop:
@@ -152,23 +158,18 @@ class _Hop:
         return self._received
 
 
-def _pack(k: Tensor, v: Tensor) -> Tensor:
-    return torch.cat((k.flatten(), v.flatten()))
-
-
 def _unpack(message: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Views of a message, shaped like k and v."""
     return message[: k.numel()].view(k.shape), message[k.numel() :].view(v.shape)
 
 
-class AllGather:
+class AllGather(KVTransport):
     """Gathers all keys and values at once, and again in the backward instead of keeping them."""
 
     words = "gathered"
 
     def __init__(self, group: Group):
-        self._group = group
-        self.pieces: tuple[int, ...] = piece_pair(group.index, group.size)
+        self._group, self.pieces, self.count = group, piece_pair(group.index, group.size), 2 * group.size
         self._by_rank = [piece for index in range(group.size) for piece in piece_pair(index, group.size)]
 
     def forward(self, k: Tensor, v: Tensor) -> Iterator[Part]:
@@ -176,7 +177,7 @@ class AllGather:
         natural = [self._by_rank.index(piece) for piece in range(len(self._by_rank))]
         both = _pieces(self._group.all_gather(torch.cat((k, v), dim=-1), 2), natural)
         k, v = both.split((k.shape[-1], v.shape[-1]), dim=-1)
-        yield range(2 * self._group.size), k, v
+        yield range(self.count), k, v
 
     def backward(self, k: Tensor, v: Tensor, visit: VisitBack) -> tuple[Tensor, Tensor]:
         [part] = self.forward(k, v)
@@ -193,13 +194,8 @@ def _pieces(x_BKSE: Tensor, order: Sequence[int]) -> Tensor:
     return torch.cat([pieces[number] for number in order], dim=2)
 
 
-class Ulysses:
+class Ulysses(SharedAttention):
     """Each rank attends over the whole sequence with its share of the heads; two exchanges convert between the two."""
-
-    def __init__(self, group: Group, environment: Environment):
-        self._group = group
-        self._masks = _MaskPlans(1, environment)
-        self.words = "heads exchanged for positions"
 
     def __call__(self, q_BHSE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor, scope: Scope, scale: float | None = None, /) -> Tensor:
         q, k, v = (computed(x) for x in (q_BHSE, k_BKSE, v_BKSE))
@@ -210,10 +206,9 @@ class Ulysses:
         if again > 1:
             k, v = k.repeat_interleave(again, 1), v.repeat_interleave(again, 1)
         q, k, v = self._to_heads(q, k, v)
-        mask = self._masks.of(scope, q.shape[2])
-        if mask.documents is None:
-            return self._to_positions(_causal(q, k, v, scale))
-        return self._to_positions(attend(q, k, v, _Local(), mask, scale))
+        plan = self._plan(scope, q.shape[2])
+        whole = plan.documents is None
+        return self._to_positions(_causal(q, k, v, scale) if whole else attend(q, k, v, self._transport, plan, scale))
 
     def _to_heads(self, *tensors: Tensor) -> list[Tensor]:
         """[B, H, S/c, E] of each to [B, H/c, S, E], in one message to each rank."""
@@ -234,41 +229,9 @@ class Ulysses:
         return received.movedim(0, 1).flatten(1, 2)
 
 
-class _Local:
-    """A transport for keys and values that are here already."""
-
-    pieces: tuple[int, ...] = (0,)
-
-    def forward(self, k: Tensor, v: Tensor) -> Iterator[Part]:
-        yield self.pieces, k, v
-
-    def backward(self, k: Tensor, v: Tensor, visit: VisitBack) -> tuple[Tensor, Tensor]:
-        dk, dv = (torch.zeros(x.shape, dtype=wide(x.dtype), device=x.device) for x in (k, v))
-        visit((self.pieces, k, v), dk, dv)
-        return dk, dv
-
-
 def _causal(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
     missing = q.shape[-1] - v.shape[-1]
     if missing > 0 and q.device.type == "cpu":  # the CPU kernel without a score table needs one width
         return _causal(q, k, F.pad(v, (0, missing)), scale)[..., :-missing]
     grouped = q.shape[1] != k.shape[1]
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
-
-
-class _MaskPlans:
-    """The mask plan of each batch: computed once, by the first block, and freed with the batch's scope."""
-
-    def __init__(self, pieces: int, environment: Environment):
-        self._pieces, self._environment = pieces, environment
-        self._plans: WeakKeyDictionary[Any, MaskPlan] = WeakKeyDictionary()
-
-    def of(self, scope: Scope, length: int) -> MaskPlan:
-        plan = self._plans.get(scope)
-        if plan is None or plan.length != length:
-            documents = scope.documents
-            assert documents is None or documents.shape[1] == length, "documents cover the whole sequence"
-            # The only time that the host waits for the documents: a plan serves all blocks of a model.
-            known = None if documents is None else self._environment.document_ids(documents)
-            plan = self._plans[scope] = MaskPlan(length, self._pieces, documents, known)
-        return plan

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import groupby
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -162,17 +162,24 @@ Products = Callable[[Sequence[int]], Iterator[tuple[slice, slice, Mask]]]
 """What to compute with the keys of these pieces: (queries, keys, mask)."""
 
 
-class KVTransport(Protocol):
-    """Brings the keys and values of all ranks to this rank's queries. The first part has those of its own positions."""
+class KVTransport:
+    """Brings the keys and values of all ranks to this rank's queries; the first part has those of its own positions. This one is for
+    keys and values that are all here already."""
 
-    pieces: tuple[int, ...]
+    pieces: tuple[int, ...] = (0,)
     """Pieces of the sequence that this rank's queries come from, in rising order."""
+    count = 1
+    """Pieces of the whole sequence."""
 
     def forward(self, k: Tensor, v: Tensor) -> Iterator[Part]:
         """Bring every rank's keys and values here."""
+        yield self.pieces, k, v
 
     def backward(self, k: Tensor, v: Tensor, visit: VisitBack) -> tuple[Tensor, Tensor]:
         """Bring them again; return the gradients of this rank's own keys and values, summed over all ranks in full precision."""
+        dk, dv = (torch.zeros(x.shape, dtype=wide(x.dtype), device=x.device) for x in (k, v))
+        visit((self.pieces, k, v), dk, dv)
+        return dk, dv
 
 
 def attend(
