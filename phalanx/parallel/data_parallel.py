@@ -75,10 +75,7 @@ def build(
     """Allocate and initialize the stages of a model that has no memory yet, and return its engine."""
     if sharding.zero:
         check_shardable(shards)
-    if sharding.low_precision:
-        lower_precision(
-            parts, (n for n, shard in shards.items() if not stays_fp32(n, shard, recipe.axes)), sharding.param_dtype
-        )
+    lower_precision(parts, shards, recipe.axes, sharding)
     allocate(parts, recipe, mesh.device)
     return DataParallel(model_params(parts, shards), mesh, recipe.fill, sharding)
 
@@ -118,7 +115,7 @@ class DataParallel(Engine):
         self._scatters = _InFlight()
         self._line: Sequence[Bucket] = []  # buckets that are sent during this backward, in order
         self._next = self._count = self._begun = 0
-        self._order: list[_Leaf] = []
+        self._order: list[tuple[int, bool]] = []  # what buckets do between two micro-batches: see `end_micro_batch`
         self._pipelined, self._finished = False, True
         for number, bucket in enumerate(self._trained):
             for index, parameter in enumerate(bucket.parameters):
@@ -130,7 +127,7 @@ class DataParallel(Engine):
     def begin(self, micro_batches: int, pipelined: bool = False) -> None:
         self._drain()  # nothing is in flight, unless the last step failed
         self._count, self._begun, self._pipelined, self._finished = micro_batches, 0, pipelined, False
-        self._order = _tree_order(micro_batches) if self._tree else [_Leaf()] * micro_batches
+        self._order = _tree_order(micro_batches) if self._tree else [(0, False)] * (micro_batches - 1)
         for bucket in self.buckets:
             bucket.reset()
         self._line_up()
@@ -217,9 +214,8 @@ class DataParallel(Engine):
             self._launch(bucket)
         self._begun += 1
         if self._begun < self._count:
-            ended, following = self._order[self._begun - 1], self._order[self._begun]
             for bucket in self.buckets:
-                bucket.end_micro_batch(ended.merges, following.starts_sum)
+                bucket.end_micro_batch(*self._order[self._begun - 1])
         self._line_up()
 
     @torch.no_grad()
@@ -297,28 +293,17 @@ def _pair_groups(group: Group, mesh: Mesh) -> list[Group]:
     return [mesh.group_of((group.ranks[a], group.ranks[b]), use=group.use) for a, b in pairs]
 
 
-@dataclass(slots=True)
-class _Leaf:
-    """A micro-batch in the order of additions."""
-
-    starts_sum: bool = False
-    """It begins a partial sum of its own instead of being added to the sum so far."""
-    merges: int = 0
-    """Partial sums that are complete with it."""
-
-
-def _tree_order(count: int) -> list[_Leaf]:
-    """A rank's micro-batches in the order in which more ranks would add them: one half plus the other half, recursively.
+def _tree_order(count: int) -> list[tuple[int, bool]]:
+    """Adds a rank's micro-batches in the order in which more ranks would: one half plus the other half, recursively. Between any two
+    of them: how many partial sums are complete, and whether the next micro-batch begins one of its own.
 
     It costs a copy of the gradients per level of the tree. A half of one micro-batch is added in place.
     """
     if count == 1:
-        return [_Leaf()]
-    left, right = _tree_order(count - count // 2), _tree_order(count // 2)
-    if len(right) > 1:
-        right[0].starts_sum = True
-        right[-1].merges += 1
-    return left + right
+        return []
+    left, right = count - count // 2, count // 2
+    complete = max(0, left.bit_length() - 2)  # right halves of more than one micro-batch that end where the left half does
+    return [*_tree_order(left), (complete, right > 1), *_tree_order(right)]
 
 
 def _on_gradient(parameter: Tensor, ready: Callable[[int, int], None], *numbers: int) -> None:
@@ -356,12 +341,15 @@ def stays_fp32(name: str, shard: ParamShard, axes: Axes) -> bool:
     return len(shard.slice.shape) < 2 or "route" in dim_names(name, axes)
 
 
-def lower_precision(parts: Sequence[nn.Module], names: Iterable[str], dtype: torch.dtype) -> None:
-    """Change the dtype of these parameters, which have no memory yet. Outputs of embeddings, where the residual stream begins, stay fp32."""
-    wanted = set(names)
+def lower_precision(parts: Sequence[nn.Module], shards: Mapping[str, ParamShard], axes: Axes, sharding: Sharding) -> None:
+    """Change the dtype of those of these parameters that need not stay in fp32; they have no memory yet. Outputs of embeddings, where
+    the residual stream begins, stay fp32."""
+    dtype = sharding.param_dtype
+    if not sharding.low_precision:
+        return
     for part in parts:
         for name, old in list(part.named_parameters()):
-            if name in wanted and old.dtype != dtype:
+            if name in shards and not stays_fp32(name, shards[name], axes) and old.dtype != dtype:
                 owner, _, leaf = name.rpartition(".")
                 replace_parameter(part.get_submodule(owner), leaf, tuple(old.shape), dtype)
     for module in dict.fromkeys(module for part in parts for module in part.modules()):

@@ -49,9 +49,7 @@ class FullySharded(Engine):
         check_shardable(shards)
         self._how, self._device = how, mesh.device
         whole = _left_whole(parts, shards, mesh, recipe, how)
-        if how.low_precision:
-            names = (name for name in whole if not stays_fp32(name, shards[name], recipe.axes))
-            lower_precision(parts, names, how.param_dtype)
+        lower_precision(parts, {name: shards[name] for name in whole}, recipe.axes, how)
         _wrap(parts, shards, whole, mesh, how)
         allocate(parts, recipe, mesh.device)
         self._roots: list[Any] = [fully_shard.state(part) for part in parts]  # type: ignore[attr-defined]

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import get_args
 
@@ -31,11 +31,7 @@ _MAKERS: dict[str, _Maker] = {}
 
 
 def _named(name: str) -> Callable[[_Maker], _Maker]:
-    def register(maker: _Maker) -> _Maker:
-        _MAKERS[name] = maker
-        return maker
-
-    return register
+    return partial(_MAKERS.setdefault, name)
 
 
 def schedule_for(layout: Layout, micro_batches: int) -> Schedule | None:
