@@ -99,9 +99,8 @@ class DataParallel(Engine):
             bundles = shard_bundles(params[::-1], sharding.reduce_dtype.itemsize)
             keep = sharding.zero == 1
             self.buckets = [ShardBucket(bundle, *groups[bundle[0].shard.expert], keep_gradients=keep) for bundle in bundles]
-        self._sums: dict[
-            bool, list[tuple[Group, _InFlight]]
-        ] = {}  # by `ParamShard.expert`: groups to sum over, one after the other
+        # By `ParamShard.expert`: groups to sum over, one after the other.
+        self._sums: dict[bool, list[tuple[Group, _InFlight]]] = {}
         for expert, (_, replicas) in groups.items():
             in_pairs = tree and replicas.size > 2 and replicas.size.bit_count() == 1  # two terms have one order
             stages = _pair_groups(replicas, mesh) if in_pairs else [replicas]
@@ -162,9 +161,8 @@ class DataParallel(Engine):
         for bucket in self._gathered:
             part = bucket.own_values()
             whole = part if bucket.group.size == 1 else part.new_empty(bucket.group.size * bucket.width)
-            gathers.add(
-                bucket.group.start_all_gather(whole, part), bucket.group, "all_gather", partial(bucket.write_values, whole)
-            )
+            work = bucket.group.start_all_gather(whole, part)
+            gathers.add(work, bucket.group, "all_gather", partial(bucket.write_values, whole))
         gathers.drain()
 
     def bytes(self) -> dict[str, int]:

@@ -163,13 +163,12 @@ def _left_whole(
 ) -> set[str]:
     """Names of the parameters that FSDP2 does not shard."""
     owners = Counter(name for part in parts for name, _ in part.named_parameters())
-
-    def stays_whole(name: str) -> bool:
-        shared_by_stages = owners[name] > 1
-        unshared = shards[name].expert and mesh.size("expert_shard") == 1
-        return shared_by_stages or unshared or (how.low_precision and stays_fp32(name, shards[name], recipe.axes))
-
-    return {name for name in owners if stays_whole(name)}
+    whole = {name for name, stages in owners.items() if stages > 1}
+    if mesh.size("expert_shard") == 1:
+        whole |= {name for name in owners if shards[name].expert}
+    if how.low_precision:
+        whole |= {name for name in owners if stays_fp32(name, shards[name], recipe.axes)}
+    return whole
 
 
 def _wrap(parts: Sequence[nn.Module], shards: Mapping[str, ParamShard], whole: set[str], mesh: Mesh, how: Sharding) -> None:

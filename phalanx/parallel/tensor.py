@@ -252,31 +252,31 @@ def _shrink(module: nn.Module, leaf: str, shard: ParamShard) -> None:
 
 
 def _install(table: _Table, shards: Mapping[str, ParamShard], group: Group, done: set[nn.Module]) -> None:
-    new = {name: module for name, module in table.modules.items() if module not in done}
-    for name in (name for name in table.routed if name in new):
-        if not table.sequence:  # all ranks have all tokens: each continues with a slice of them, so that no token is sent twice
-            new[name].register_forward_pre_hook(lambda module, args: (group.split(args[0], 1), *args[1:]))
-            new[name].register_forward_hook(lambda module, args, y_BSD: group.join(y_BSD, 1))
-    for name in (name for name in table.regions if name in new):
-        new[name].register_forward_pre_hook(CopyToTP(group, table.sliced(name)))
-        if table.whole_kv and hasattr(new[name], "attend"):
-            count = table.spec.heads // group.size
-            heads = range(group.index * count, (group.index + 1) * count)
-            new[name].attend = KvSelect(new[name].attend, heads, table.spec.heads // table.spec.kv)
-    for name in (name for name in table.rows if name in new):
-        new[name].register_forward_hook(ReduceFromTP(group, table.sliced(name)))
-        if new[name].bias is not None:
-            new[name].forward = partial(_product, new[name])
-    for name in (name for name in table.heads if name in new):
-        if not hasattr(table.part, "project"):
-            new[name].register_forward_pre_hook(CopyToTP(group, table.sequence))
-    for name, module in new.items():
-        if not isinstance(module, nn.Embedding) or _within(name, table.regions):
+    module: Any  # its attributes are replaced
+    for name, module in table.modules.items():
+        if module in done:
             continue
-        if "tensor" in shards[f"{name}.weight"].split:
-            module.forward = _lookup(module.forward, shards[f"{name}.weight"], group, table.sequence)  # type: ignore[assignment, method-assign]
-        elif table.sequence:
-            module.register_forward_pre_hook(lambda module, args: (group.own_chunk(args[0], 1), *args[1:]))
+        if name in table.routed and not table.sequence:
+            # All ranks have all tokens: each continues with a slice of them, so that no token is sent twice.
+            module.register_forward_pre_hook(lambda module, args: (group.split(args[0], 1), *args[1:]))
+            module.register_forward_hook(lambda module, args, y_BSD: group.join(y_BSD, 1))
+        if name in table.regions:
+            module.register_forward_pre_hook(CopyToTP(group, table.sliced(name)))
+            if table.whole_kv and hasattr(module, "attend"):
+                count = table.spec.heads // group.size
+                heads = range(group.index * count, (group.index + 1) * count)
+                module.attend = KvSelect(module.attend, heads, table.spec.heads // table.spec.kv)
+        if name in table.rows:
+            module.register_forward_hook(ReduceFromTP(group, table.sliced(name)))
+            if module.bias is not None:
+                module.forward = partial(_product, module)
+        if name in table.heads and not hasattr(table.part, "project"):
+            module.register_forward_pre_hook(CopyToTP(group, table.sequence))
+        if isinstance(module, nn.Embedding) and not _within(name, table.regions):
+            if "tensor" in shards[f"{name}.weight"].split:
+                module.forward = _lookup(module.forward, shards[f"{name}.weight"], group, table.sequence)  # type: ignore[assignment, method-assign]
+            elif table.sequence:
+                module.register_forward_pre_hook(lambda module, args: (group.own_chunk(args[0], 1), *args[1:]))
 
 
 def _product(module: nn.Linear, x: Tensor) -> Tensor:

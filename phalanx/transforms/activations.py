@@ -157,8 +157,7 @@ class _Offloaded:
         if self._run.stream is None:
             return self._host
         self._run.offloader.release()
-        if self._fetched is None:
-            self.fetch()
+        self.fetch()
         self._run.prefetch_previous()
         tensor, current = self._fetched, self._accelerator.current_stream(self._device)
         assert tensor is not None and self._arrived is not None, "fetched above"

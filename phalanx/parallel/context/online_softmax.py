@@ -42,11 +42,9 @@ class MaskPlan:
         a boundary may be anywhere, so every tile needs a mask."""
         self.length, self.pieces, self.documents = length, pieces, documents
         self._piece = length // pieces
-        self._classes: npt.NDArray[np.int8] | None = None
-        if documents is not None:
-            firsts = [first for first, _ in self._blocks(range(pieces))]
-            mixed = np.full((len(firsts), len(firsts)), _MIXED, dtype=np.int8)
-            self._classes = mixed if known is None else _classify(known, firsts)
+        firsts = [first for first, _ in self._blocks(range(pieces))]
+        alike = np.full((len(firsts), len(firsts)), _FULL if documents is None else _MIXED, dtype=np.int8)
+        self._classes = alike if known is None else _classify(known, firsts)
         self._tiles: dict[tuple[tuple[int, ...], tuple[int, ...]], list[Tile]] = {}
         self._tables: dict[tuple[int, ...], Tensor] = {}
 
@@ -89,23 +87,19 @@ class MaskPlan:
             if piece in keys:
                 tiles.append(Tile(rows, (before * size, (before + 1) * size), causal=True, masked=False))
             if before:
-                last = tiles[-1] if tiles else None
-                if last is not None and not last.causal and last.keys == (0, before * size):
-                    tiles[-1] = last._replace(queries=(last.queries[0], rows[1]))  # two pieces see the same keys: one tile
+                if tiles and not tiles[-1].causal and tiles[-1].keys == (0, before * size):  # two pieces see the same keys
+                    tiles[-1] = tiles[-1]._replace(queries=(tiles[-1].queries[0], rows[1]))
                 else:
                     tiles.append(Tile(rows, (0, before * size), causal=False, masked=False))
         return tiles
 
     def _undivided(self, queries: tuple[int, ...], keys: tuple[int, ...]) -> bool:
-        if self._classes is None:
-            return True
         rows, columns = np.array(self._numbers(queries)), np.array(self._numbers(keys))
         seen = rows[:, None] >= columns
         return bool((self._classes[np.ix_(rows, columns)][seen] == _FULL).all())
 
     def _divided(self, queries: tuple[int, ...], keys: tuple[int, ...]) -> list[Tile]:
         """Tiles block by block: adjacent keys of one class together, and none where queries and keys share no document."""
-        assert self._classes is not None
         # Places are those in a tensor that holds these pieces concatenated.
         columns = list(zip(self._numbers(keys), self._blocks(range(len(keys))), strict=True))
         tiles: list[Tile] = []

@@ -6,7 +6,7 @@ messages until the timeout of the process group.
 
 from __future__ import annotations
 
-import time
+import timeit
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -185,10 +185,8 @@ class Pipeline:
             return
         shape, dtype = boundary(action.micro_batch)
         if result.shape != torch.Size(shape) or result.dtype != dtype:
-            actual = f"{list(result.shape)} of {result.dtype}"
-            raise RunFailed(
-                f"pipeline stage {action.stage} returned {actual}, but the next rank expects {list(shape)} of {dtype}"
-            )
+            actual, expected = f"{list(result.shape)} of {result.dtype}", f"{list(shape)} of {dtype}"
+            raise RunFailed(f"pipeline stage {action.stage} returned {actual}, but the next rank expects {expected}")
         self._p2p.send(result, action.receiver)
 
     def _execute(self, action: RankAction, received: Tensor | None, forward: Forward, loss: LossOf) -> Tensor | None:
@@ -337,14 +335,10 @@ def measure_costs(kinds: Mapping[str, Callable[[], Tensor]], mesh: Mesh) -> dict
 def measure_seconds(forward: Callable[[], Tensor], device: torch.device) -> float:
     """The median of a few runs, after one to warm up."""
 
-    def run() -> float:
-        accelerator.of(device).synchronize(device)
-        start = time.perf_counter()
+    def run() -> None:
         output = forward()
         if output.requires_grad:
             output.sum().backward()
         accelerator.of(device).synchronize(device)
-        return time.perf_counter() - start
 
-    run()
-    return median(run() for _ in range(_REPEATS))
+    return median(timeit.repeat(run, number=1, repeat=1 + _REPEATS)[1:])
