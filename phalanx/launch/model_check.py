@@ -98,11 +98,11 @@ def _available(plan: Plan, machine: Machine) -> int:
 
 def _estimate(run: Run, plan: Plan, machine: Machine) -> float:
     """Planned bytes of one rank; on CPUs without the interpreter, which no rehearsal counts."""
-    from phalanx.planning.machine_fit import promised, rank_bytes  # imports numpy, which other commands need not wait for
+    from phalanx.planning.machine_fit import need_and_promise  # imports numpy, which other commands need not wait for
 
-    promise = plan.promise or promised(run, machine, plan)
+    need, promise = (0.0, plan.promise) if plan.promise else need_and_promise(run, machine, plan)
     if promise is None:
-        return rank_bytes(run, machine, plan)
+        return need
     return promise.total_memory - (promise.memory.get("fixed", 0.0) if plan.device == "cpu" else 0.0)
 
 

@@ -19,7 +19,7 @@ from phalanx.events.records import RunStarted, Step, StepAccounted, StepTimed
 from phalanx.events.rundir import RunDir
 from phalanx.planning.cost.job_table import OFFLOAD, RECOMPUTE, JobTable
 from phalanx.planning.cost.step_time import BUS, Times, step_times
-from phalanx.planning.machine_fit import promised
+from phalanx.planning.machine_fit import need_and_promise
 from phalanx.planning.machines.cluster import Hardware, measured_constants
 from phalanx.planning.machines.cpu import FIXED, of_cores, unnamed
 from phalanx.planning.machines.rates import Rates, rates_for
@@ -277,7 +277,7 @@ def compare(directory: Path, machine: Machine) -> Comparison:
     except (OSError, ValueError, KeyError, TypeError):
         raise RunError(f"{directory} holds no plan.json: name the directory of a run, such as runs/quickstart.") from None
     run = load(rundir.run_file)
-    now = promised(run, machine, plan)
+    _, now = need_and_promise(run, machine, plan)
     if now is None:
         raise RunError(
             f"{directory} is a run of a model of one's own, or of a schedule of one's own: plans promise nothing for it."
@@ -323,7 +323,7 @@ def correction(comparison: Comparison, machine: Machine) -> dict[str, float]:
 def after(comparison: Comparison, machine: Machine, constants: dict[str, float]) -> Promise:
     """The same run's promise with corrected constants."""
     refitted_machine = replace(machine, measured=tuple((dict(machine.measured) | constants).items()))
-    again = promised(comparison.run, refitted_machine, comparison.plan)
+    _, again = need_and_promise(comparison.run, refitted_machine, comparison.plan)
     assert again is not None, "it was promised something before"
     return again
 

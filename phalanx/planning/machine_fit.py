@@ -72,14 +72,9 @@ def as_process(candidate: Candidate, run: Run, machine: Machine, plan: Plan) -> 
     return replace(candidate, memory=resident(run, replace(plan, layout=candidate.layout), candidate.memory, machine))
 
 
-def promised(run: Run, machine: Machine, plan: Plan) -> Promise | None:
-    """What a plan may promise. None for a custom module or schedule, which the cost model does not know, and for layouts that only a
-    proof uses, such as one replica of a local-SGD run."""
-    return _need_and_promise(run, machine, plan)[1]
-
-
-def _need_and_promise(run: Run, machine: Machine, plan: Plan) -> tuple[float, Promise | None]:
-    """Bytes of the fullest rank, a coarse estimate where the cost model does not know the model; and what the plan may promise."""
+def need_and_promise(run: Run, machine: Machine, plan: Plan) -> tuple[float, Promise | None]:
+    """Bytes of the fullest rank, a coarse estimate where the cost model does not know the model; and what the plan may promise: None for a
+    custom module or schedule, and for layouts that only a proof uses, such as one replica of a local-SGD run."""
     candidate = judge_plan(run, machine, plan)
     if candidate is None:
         return module_bytes(run, plan), None
@@ -89,11 +84,6 @@ def _need_and_promise(run: Run, machine: Machine, plan: Plan) -> tuple[float, Pr
 def promise_of(candidate: Candidate) -> Promise:
     predicted = {item.name: getattr(candidate, item.name) for item in fields(Promise) if item.name != "total_memory"}
     return Promise(**predicted, total_memory=candidate.bytes)
-
-
-def rank_bytes(run: Run, machine: Machine, plan: Plan) -> float:
-    """Bytes of the fullest rank; a coarse estimate where the cost model does not know the model."""
-    return _need_and_promise(run, machine, plan)[0]
 
 
 def module_bytes(run: Run, plan: Plan) -> float:
@@ -136,7 +126,7 @@ def replicas(request: PlanRequest) -> int:
     plain = replace(run, memory=_without_auto(run.memory))
     count = largest_divisor(share, machine.cores // others)
     while count > 1:  # until they fit into memory with one sequence at a time
-        need = rank_bytes(plain, machine, request.plan(replace(layout, data=count), 1))
+        need, _ = need_and_promise(plain, machine, request.plan(replace(layout, data=count), 1))
         room = int(CPU_SHARE * machine.memory // (need * others))
         if room >= count:
             break
@@ -154,7 +144,7 @@ def fit(request: PlanRequest, layout: Layout, *, save_memory: bool) -> PlannedRu
     for memory in _savings(request, save_memory):
         for micro_batch in _micro_batches(request, layout):
             run, plan = replace(request.run, memory=memory), request.plan(layout, micro_batch)
-            need, promise = _need_and_promise(run, request.this_machine, plan)
+            need, promise = need_and_promise(run, request.this_machine, plan)
             tried = PlannedRun(run, replace(plan, promise=promise), need, need <= _room(request, layout))
             if tried.has_margin:
                 return tried
@@ -221,7 +211,7 @@ def memory_problems(request: PlanRequest, fitted: PlannedRun) -> list[str]:
     room = float(request.smallest_gpu(layout.ranks).memory) if request.device == "cuda" else _room(request, layout)
     if fitted.need <= room:
         return []
-    need = rank_bytes(fitted.run, machine, request.plan(layout, 1))
+    need, _ = need_and_promise(fitted.run, machine, request.plan(layout, 1))
     if need <= room:
         return []  # the micro-batch was asked for
     smaller = "use a smaller model or a shorter train.sequence_length"

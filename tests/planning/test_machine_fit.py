@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from phalanx.planning.machine_fit import promised, rank_bytes
+from phalanx.planning.machine_fit import need_and_promise
 from phalanx.planning.planner import choose, plan_run
 from phalanx.planning.search.search import SAFE
 from phalanx.schedules.actions import dump
@@ -90,7 +90,7 @@ def test_cpu_ranks_shrink_to_what_memory_holds() -> None:
     run = small(model=LLAMA_1B, memory=UNTRADED)
     four = choose(replace(run, layout=Layout(data=4)), laptop(32, memory=1024 * GIB))
     assert four.promise is not None and four.promise.memory["fixed"] > 285 * 2**20, "an interpreter each"
-    one = rank_bytes(run, laptop(32), replace(four, micro_batch=1))
+    one, _ = need_and_promise(run, laptop(32), replace(four, micro_batch=1))
     plan = choose(run, laptop(32, memory=int(5 * one / 0.9)))
     assert (plan.ranks, plan.threads) == (4, 8)  # five would fit, four divide the batch
     assert choose(run, laptop(32, memory=int(3.9 * one / 0.9))).ranks < 4
@@ -148,14 +148,14 @@ def test_given_layout_gets_the_planned_micro_batch() -> None:
     plan = choose(run, server(1))
     assert plan.promise is not None and plan.promise.total_memory <= SAFE * 80 * GIB
     assert plan.micro_batch * plan.accumulation == 64
-    larger = promised(plan_run(run, server(1)).run, server(1), replace(plan, micro_batch=2 * plan.micro_batch))
+    _, larger = need_and_promise(plan_run(run, server(1)).run, server(1), replace(plan, micro_batch=2 * plan.micro_batch))
     assert larger is not None and larger.total_memory > SAFE * 80 * GIB
 
 
 def test_gpu_that_fits_only_to_the_brim_gets_one_sequence() -> None:
     # Left open, the plan would find something roomier.
     given = small(model=LLAMA_1B, layout=Layout(data=1), memory=UNTRADED)
-    need = rank_bytes(given, server(1), replace(choose(given, server(1)), micro_batch=1))
+    need, _ = need_and_promise(given, server(1), replace(choose(given, server(1)), micro_batch=1))
     assert choose(given, server(1, memory=int(need) + 1)).micro_batch == 1
     (found,) = problems(given, server(1, memory=int(0.9 * need)))
     assert f"{need / GIB:.1f} GiB" in found

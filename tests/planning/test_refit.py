@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from phalanx.planning.feedback import Measured, corrected, refitted
-from phalanx.planning.machine_fit import promised
+from phalanx.planning.machine_fit import need_and_promise
 from phalanx.planning.machines.cpu import cpu_hardware, of_cores
 from phalanx.planning.planner import choose
 from phalanx.spec.layout import Layout
@@ -41,7 +41,7 @@ def test_steps_of_a_known_machine_give_its_constants_back() -> None:
     steps = []
     for run in runs:
         plan = choose(run, HERE)
-        truth = promised(run, known, plan)
+        _, truth = need_and_promise(run, known, plan)
         assert truth is not None
         steps.append((Measured(run=run, plan=plan, seconds=truth.seconds), cpu_hardware(HERE, 1, 1)))
     widths = {name.partition(".")[2]: 1.0 for name in TRUE}

@@ -16,7 +16,7 @@ from phalanx.planning.cost.step_time import step_times
 from phalanx.planning.machines.cluster import Hardware
 from phalanx.planning.planner import search
 from phalanx.planning.search.alternatives import neighbours
-from phalanx.planning.search.bounds import NEAR, Explorer, smallest
+from phalanx.planning.search.bounds import NEAR, Explorer, bytes_of, smallest
 from phalanx.planning.search.search import Limits, capacity_of, judge, rates_of
 from phalanx.planning.search.space import all_columns, space
 from phalanx.spec.errors import RunError
@@ -72,7 +72,7 @@ def test_what_fits_only_with_the_best_cut_of_stages_is_found() -> None:
     need, row = smallest(here)
     assert row["stages"][0] > 1
     front = Explorer(here, rates_of(run, here.hardware)).best(need)
-    assert len(front.seconds) and front.bytes[0] <= need
+    assert len(front.seconds) and bytes_of(here, front.columns)[0] <= need
 
 
 def test_search_keeps_the_best_of_the_first_beam() -> None:

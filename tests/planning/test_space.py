@@ -105,7 +105,7 @@ def test_no_legal_layout_is_missed_and_no_illegal_one_listed() -> None:
 def test_space_counts_all_candidates() -> None:
     for model in (SMALL, SPARSE):
         found = space(run_of(model, 16, 64), cluster(8))
-        bases = found.with_micro_batches(found.degrees())
+        bases = found.joined(found.degrees(), "micro_batches")
         assert found.count(bases) == len(all_columns(found)["pipeline"]) == found.jobs(all_columns(found)).size()
 
 

@@ -1,16 +1,15 @@
 """Goodput, price and energy of a whole run: the cost of failures and saving in closed form, and the best checkpoint
-interval. Works on numbers or columns, like `cost/job_table`. `search/candidate` adds the result to each candidate; tests compare
+interval. `search/candidate` adds the result to each candidate; tests compare
 it with simulations."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from phalanx.planning.machines.cluster import Hardware
-from phalanx.planning.machines.rates import Column
 from phalanx.spec.layout import Layout
 
 DETECT = 10.0
@@ -29,7 +28,7 @@ _HOST_SHARE = 0.5
 """Fraction of a host's memory that copies may fill; data, buffers and the system need the rest."""
 
 
-def goodput(interval: Column, mtbf: Column, save: Column, restart: Column) -> Column:
+def goodput(interval: float, mtbf: float, save: float, restart: float) -> float:
     """Fraction of the time that becomes progress, with random failures and a mean of `mtbf` seconds between them.
 
     `interval`: seconds of training between two saves; `save`: seconds that training stalls for one; `restart`: seconds from
@@ -41,27 +40,27 @@ def goodput(interval: Column, mtbf: Column, save: Column, restart: Column) -> Co
     return interval / spent
 
 
-def best_interval(mtbf: Column, save: Column) -> Column:
+def best_interval(mtbf: float, save: float) -> float:
     """The interval with the best goodput, by Daly's expansion; the mtbf where a save takes twice as long as that or longer."""
     ratio = save / (2 * mtbf)
-    good = np.sqrt(2 * save * mtbf) * (1 + np.sqrt(ratio) / 3 + ratio / 9) - save
-    return np.where(ratio < 1, good, mtbf) if np.ndim(ratio) else float(good if ratio < 1 else mtbf)
+    good = math.sqrt(2 * save * mtbf) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - save
+    return good if ratio < 1 else mtbf
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Upkeep:
-    """What failures and saving cost a run, in seconds; numbers or columns."""
+    """What failures and saving cost a run, in seconds."""
 
-    mtbf: Column
+    mtbf: float
     """Between two interruptions of the whole job; infinite where nothing fails."""
-    stall: Column
+    stall: float
     """Training stalls this long for one copy of the state."""
-    restart: Column
+    restart: float
     """From a failure to training again."""
-    save_every: Column | None
+    save_every: float | None
     """Between two copies; None: nothing fails."""
-    goodput: Column
-    in_memory: Column
+    goodput: float
+    in_memory: bool
     """Whether copies are in host memory, on two nodes each; else they go to storage."""
 
 
@@ -70,26 +69,25 @@ def saved_bytes(parameters: int, layout: Layout) -> float:
     return 12.0 * parameters / (layout.pipeline * layout.tensor * layout.shard)
 
 
-def upkeep(hardware: Hardware, *, state: Column, ranks: Column, step: Column) -> Upkeep:
+def upkeep(hardware: Hardware, *, state: float, ranks: int, step: float) -> Upkeep:
     """Upkeep of a job whose ranks each have `state` bytes to save, with steps of `step` seconds."""
     room = _HOST_SHARE * hardware.host_memory / hardware.node
-    in_memory = (_COPIES * state <= room) & (hardware.node < ranks)  # a single node has no neighbour to keep a copy
+    in_memory = _COPIES * state <= room and hardware.node < ranks  # a single node has no neighbour to keep a copy
     stall = PAUSE + state / hardware.host_bandwidth
     written = state * hardware.node / hardware.storage
-    reload = _choose(in_memory, state / hardware.network, written)
-    restart = DETECT + START + CONNECT * ranks + reload
+    restart = DETECT + START + CONNECT * ranks + (state / hardware.network if in_memory else written)
     if hardware.failures is None or hardware.failures.rate == 0:
-        return Upkeep(mtbf=np.inf, stall=stall, restart=restart, save_every=None, goodput=1.0, in_memory=in_memory)
+        return Upkeep(mtbf=math.inf, stall=stall, restart=restart, save_every=None, goodput=1.0, in_memory=in_memory)
     mtbf = 3600.0 / (hardware.failures.rate * ranks)
     # Not more often than every step, and to storage not before the last save is written in the background.
-    behind = _choose(in_memory, 0.0, written)
-    every = np.maximum(best_interval(mtbf, stall), np.maximum(step, behind))
+    behind = 0.0 if in_memory else written
+    every = max(best_interval(mtbf, stall), step, behind)
     return Upkeep(
         mtbf=mtbf,
         stall=stall,
         restart=restart,
         save_every=every,
-        goodput=np.maximum(goodput(every, mtbf, stall, restart + behind), _LEAST),
+        goodput=max(float(goodput(every, mtbf, stall, restart + behind)), _LEAST),
         in_memory=in_memory,
     )
 
@@ -105,34 +103,8 @@ def failure_assumptions(hardware: Hardware) -> list[str]:
     ]
 
 
-def _choose(which: Any, yes: Column, no: Column) -> Column:
-    return np.where(which, yes, no) if np.ndim(which) else (yes if which else no)
-
-
-_DAY = 86400.0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Cost:
-    """Cost of a whole run, including what failures and saving waste."""
-
-    days: Column
-    gpu_hours: Column
-    dollars: Column | None
-    """None: no price is known."""
-    joules: Column | None
-    """At the nodes' full power, without cooling and conversion; None: no power is known."""
-
-
-def cost(hardware: Hardware, *, step: Column, steps: Column, goodput: Column = 1.0, devices: Column | None = None) -> Cost:
-    """Cost of `steps` steps of `step` seconds on `devices` of the cluster (default: all). `goodput`: fraction of the time
-    that becomes progress."""
-    rented = hardware.gpus if devices is None else devices
-    seconds = step * steps / goodput
-    hours = rented * seconds / 3600
-    return Cost(
-        days=seconds / _DAY,
-        gpu_hours=hours,
-        dollars=None if hardware.price is None else hours * hardware.price,
-        joules=None if hardware.power is None else rented * seconds * hardware.power,
-    )
+def price_and_energy(hardware: Hardware, devices: int, seconds: float) -> tuple[float | None, float | None]:
+    """US dollars of this many devices over this time, and joules at the nodes' full power, without cooling and conversion; None where no
+    price or power is known."""
+    price = None if hardware.price is None else devices * seconds / 3600 * hardware.price
+    return price, None if hardware.power is None else devices * seconds * hardware.power

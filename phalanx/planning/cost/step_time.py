@@ -276,10 +276,6 @@ class BlockTime(NamedTuple):
         return self.matrices + self.attention + self.moved
 
     @property
-    def input(self) -> Column:
-        return self.matrices + self.attention_backward + 2 * self.moved
-
-    @property
     def whole(self) -> Column:
         """Forward and both halves of the backward."""
         return 3 * self.matrices + self.attention + self.attention_backward + 3 * self.moved

@@ -49,7 +49,6 @@ class Front:
     most: int
     columns: Columns = field(default_factory=dict)
     seconds: Floats = field(default_factory=lambda: np.zeros(0))
-    bytes: Floats = field(default_factory=lambda: np.zeros(0))
     timed: int = 0
     """Layouts that were timed one by one."""
     fitting: int = 0
@@ -64,18 +63,18 @@ class Front:
         last = ranked[self.most - 1] if len(ranked) >= self.most else np.inf
         return float(max(last, NEAR * self.seconds[0]))
 
-    def add(self, columns: Columns, seconds: Floats, bytes_: Floats) -> None:
+    def add(self, columns: Columns, seconds: Floats) -> None:
         """Adds layouts that fit, and drops those that no longer matter."""
         if not len(seconds):
             return
         if self.columns:
             columns = stack([self.columns, {name: columns[name] for name in self.columns}])
-            seconds, bytes_ = np.concatenate((self.seconds, seconds)), np.concatenate((self.bytes, bytes_))
+            seconds = np.concatenate((self.seconds, seconds))
         order = np.argsort(seconds, kind="stable")
-        self.columns, self.seconds, self.bytes = pick(columns, order), seconds[order], bytes_[order]
+        self.columns, self.seconds = pick(columns, order), seconds[order]
         self.limit = min(self.limit, self._limit())
         keep = self.seconds <= self.limit
-        self.columns, self.seconds, self.bytes = pick(self.columns, keep), self.seconds[keep], self.bytes[keep]
+        self.columns, self.seconds = pick(self.columns, keep), self.seconds[keep]
 
 
 class Explorer:
@@ -83,7 +82,7 @@ class Explorer:
 
     def __init__(self, space: Space, rates: Rates):
         self.space, self._rates = space, rates
-        self._bases = space.with_micro_batches(space.degrees())
+        self._bases = space.joined(space.degrees(), "micro_batches")
         self.count = space.count(self._bases)
         """Number of legal layouts."""
         self._least: dict[int, Floats] = {}
@@ -101,8 +100,8 @@ class Explorer:
         beams = _BEAMS if self.space.run.model.moe is None else _BEAMS_SPARSE
         for beam in beams if len(bound) else ():  # something good to begin with spares opening much else
             _open(self.space, self._rates, capacity, pick(bases, slice(beam)), front, beam)
-        first = front.columns, front.seconds, front.bytes
-        front.columns, front.seconds, front.bytes = {}, front.seconds[:0], front.bytes[:0]
+        first = front.columns, front.seconds
+        front.columns, front.seconds = {}, front.seconds[:0]
         at, size = 0, _FIRST
         while at < len(bound):
             stop = min(at + size, int(np.searchsorted(bound, front.limit, side="right")))
@@ -127,7 +126,7 @@ class Explorer:
         if place in self.space.savings["offload"]:
             row = row | {"offload": np.array([place])}
             front.fitting += 1
-            front.add(row, seconds_of(self.space, self._rates, row), np.array([need]))
+            front.add(row, seconds_of(self.space, self._rates, row))
 
     def glimpse(self, capacity: float) -> Front:
         """A good layout that fits into `capacity` bytes, quickly: the best of the rows with the lowest bounds."""
@@ -150,21 +149,21 @@ class Explorer:
 
 def smallest(space: Space) -> tuple[float, Columns]:
     """The smallest layout, whether it fits or not: its bytes and its columns."""
-    bases = space.with_micro_batches(space.degrees())
+    bases = space.joined(space.degrees(), "micro_batches")
     if not len(bases["pipeline"]):
         return np.inf, {}
-    bases = space.with_experts(pick(bases, bases["micro_batch"] == bases["micro_batch"].min()))
+    bases = space.joined(pick(bases, bases["micro_batch"] == bases["micro_batch"].min()), "experts")
     places = sorted(set(space.savings["offload"].tolist()))
     cpu = OFFLOAD.index("cpu")  # files spare a device no more than its host does
     hard = {"level": len(space.levels) - 1, "offload": cpu if cpu in places else places[-1]}
-    rows = space.with_orders(bases)
+    rows = space.joined(bases, "orders")
     lean = np.isin(rows["schedule"], [SCHEDULES.index("1f1b"), SCHEDULES.index("zbv")])
     rows, total = _spread(space, pick(rows, lean) if lean.any() else rows, hard)
     if not len(total):
         return np.inf, {}
     # With more stages the rank of the head can have fewer layers, which decides between the smallest.
     near = np.argsort(total, kind="stable")[:_NEAREST]
-    rows, total = _spread(space, space.with_orders({name: rows[name][near] for name in bases}), hard)
+    rows, total = _spread(space, space.joined({name: rows[name][near] for name in bases}, "orders"), hard)
     best = int(np.argmin(total))
     row = pick(rows, slice(best, best + 1))
     return float(total[best]), row | _codes(space, hard["level"], hard["offload"], 1)
@@ -172,7 +171,7 @@ def smallest(space: Space) -> tuple[float, Columns]:
 
 def _spread(space: Space, rows: Columns, hard: dict[str, int]) -> tuple[Columns, Floats]:
     """Each row with every split of its replicas, and its bytes."""
-    rows = space.with_spreads(rows)
+    rows = space.joined(rows, "spreads")
     rows = pick(rows, rows["shard"] * 4 >= rows["replicas"]) if len(rows["pipeline"]) > 1 << 16 else rows
     return rows, bytes_of(space, rows, **hard)
 
@@ -213,16 +212,16 @@ def _unadded(rates: Rates) -> Rates:
 def _open(space: Space, rates: Rates, capacity: float, bases: Columns, front: Front, beam: int | None = None) -> None:
     """Judges every layout of these rows that could matter; with `beam`, only that many rows of each level, lowest bound
     first."""
-    rows = space.with_experts(bases)
+    rows = space.joined(bases, "experts")
     if space.run.model.moe is not None:
         rows, _ = _promising(rows, _base_bound(space, rates, rows), front, beam)
-    rows = space.with_orders(rows)
+    rows = space.joined(rows, "orders")
     rows, bound = _promising(rows, _order_bound(space, rates, rows, front), front, beam)
     before, fits = rows["level"], find_fitting_level(space, rows, capacity / _ALMOST)
     rows, bound, more = pick(rows | {"level": fits}, fits >= 0), bound[fits >= 0], (fits != before)[fits >= 0]
     bound[more] = _order_bound(space, rates, pick(rows, more), front)
     rows, _ = _promising(rows, bound, front, beam)
-    rows = space.with_spreads(rows)
+    rows = space.joined(rows, "spreads")
     seconds = seconds_of(space, rates, rows, offload=int(space.savings["offload"].min()))
     front.timed += len(seconds)
     rows, seconds = _promising(rows, seconds, front, None)
@@ -287,12 +286,13 @@ def _save(space: Space, rates: Rates, capacity: float, rows: Columns, first: Flo
             if not len(trying):
                 continue
             some = pick(rows, trying)
-            total = bytes_of(space, some, **taken)
-            fits = (total <= capacity) & (host_bytes(space, some, offload) <= space.hardware.host_memory)
+            fits = (bytes_of(space, some, **taken) <= capacity) & (
+                host_bytes(space, some, offload) <= space.hardware.host_memory
+            )
             done = trying[fits]
             codes = _codes(space, level, offload, len(done))
             front.fitting += len(done)
-            front.add(pick(some, fits) | codes, seconds[fits], total[fits])
+            front.add(pick(some, fits) | codes, seconds[fits])
             final = done[~((mode == SELECTIVE) & (splits[done] | (level == loose)))]
             open_[final] = False
             reached[final] = level

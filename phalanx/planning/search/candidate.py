@@ -8,7 +8,7 @@ from typing import Literal, cast
 
 from phalanx.planning.cost.footprint import Footprint, footprint
 from phalanx.planning.cost.job_table import OFFLOAD, RECOMPUTE, JobTable
-from phalanx.planning.cost.run_cost import cost, saved_bytes, upkeep
+from phalanx.planning.cost.run_cost import price_and_energy, saved_bytes, upkeep
 from phalanx.planning.cost.step_time import Times, step_times
 from phalanx.planning.machines.rates import Rates
 from phalanx.planning.search.space import Columns, Space, at, layout_of, pick
@@ -176,8 +176,7 @@ def _candidate(space: Space, jobs: JobTable, memory: Footprint, times: Times, ro
     tokens = run.batch_tokens / seconds
     state = saved_bytes(run.model.parameters(), layout)
     maintenance = upkeep(hardware, state=state, ranks=space.gpus, step=seconds)
-    useful_fraction = float(maintenance.goodput)
-    spent = cost(hardware, step=seconds, steps=run.steps, goodput=useful_fraction, devices=space.gpus)
+    price, energy = price_and_energy(hardware, space.gpus, seconds * run.steps / maintenance.goodput)
     peak = float(jobs.peak) * space.gpus
     return Candidate(
         layout=layout,
@@ -198,10 +197,10 @@ def _candidate(space: Space, jobs: JobTable, memory: Footprint, times: Times, ro
         tokens_per_second=tokens,
         mfu=tokens * run.model.flops_per_token(run.train.sequence_length) / peak if peak else None,
         days=seconds * run.steps / _DAY,
-        goodput=useful_fraction,
-        save_every=None if maintenance.save_every is None else float(maintenance.save_every),
-        price=spent.dollars,
-        energy=spent.joules,
+        goodput=maintenance.goodput,
+        save_every=maintenance.save_every,
+        price=price,
+        energy=energy,
         compiled=run.memory.compile,
     )
 

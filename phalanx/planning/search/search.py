@@ -99,7 +99,7 @@ def judge(run: Run, hardware: Hardware, fits_in: float | None = None) -> Candida
     if not fits.any():
         return candidate_at(here, rates, columns, int(np.argmin(np.where(hosted | ~hosted.any(), total, np.inf))), fits_in)
     front = Front(1)
-    front.add(pick(columns, fits), seconds_of(here, rates, columns)[fits], total[fits])
+    front.add(pick(columns, fits), seconds_of(here, rates, columns)[fits])
     return candidate_at(here, rates, front.columns, _simplest(front), fits_in)
 
 

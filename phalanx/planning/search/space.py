@@ -4,10 +4,10 @@ them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +20,10 @@ from phalanx.spec.layout import FIXED_STAGES, Layout, Schedule, default_stages
 from phalanx.spec.run import Memory, Run
 
 Columns = dict[str, npt.NDArray[np.int64]]
+Dimension = Literal["micro_batches", "experts", "orders", "spreads", "savings"]
+DIMENSIONS: tuple[Dimension, ...] = get_args(Dimension)
+"""What is chosen after the degrees, with the columns that each adds: micro_batch; expert and expert_tensor; schedule and stages; data,
+shard and zero; recompute, recompute_every and offload."""
 divisors = cache(divisors_of)
 
 _DEFAULT, _MEMORY = Layout(), Memory()
@@ -67,38 +71,31 @@ class Space:
                         rows += [(pipeline, replicas, context, tensor, *view) for view in views]
         return columns_of(("pipeline", "replicas", "context", "tensor", "method", "sequence_parallel"), rows)
 
-    def with_micro_batches(self, columns: Columns) -> Columns:
-        """Each row joined with every micro-batch that divides a replica's share of the batch."""
-        return self._join(columns, columns["replicas"], self._micro_batches)
-
-    def with_experts(self, columns: Columns) -> Columns:
-        """Each row joined with every way to divide experts among the ranks of a stage: expert, expert_tensor."""
-        return self._join(columns, self.gpus // columns["pipeline"], self._experts)
-
-    def with_orders(self, columns: Columns) -> Columns:
-        """Each row joined with every schedule and number of stages: schedule, stages."""
-        return self._join(columns, columns["pipeline"], self._orders)
-
-    def with_spreads(self, columns: Columns) -> Columns:
-        """Each row joined with every split of the replicas into copies and shards: data, shard, zero."""
-        return self._join(columns, columns["replicas"], self._spreads)
-
-    def with_savings(self, columns: Columns) -> Columns:
-        """Each row joined with every way to save memory: recompute, recompute_every, offload."""
-        return self._join(columns, np.zeros_like(columns["pipeline"]), self._savings)
+    def joined(self, columns: Columns, *dimensions: Dimension) -> Columns:
+        """Each row joined with every choice in these dimensions."""
+        for dimension in dimensions:
+            tables, kind = self._choices(columns, dimension)
+            counts = np.array([row_count(table) for table in tables])
+            starts, repeats = np.cumsum(counts) - counts, counts[kind]
+            rows = np.repeat(np.arange(len(kind)), repeats)
+            inside = np.arange(len(rows)) - np.repeat(np.cumsum(repeats) - repeats, repeats)
+            columns = pick(columns, rows) | pick(stack(tables), starts[kind][rows] + inside)
+        return columns
 
     def count(self, columns: Columns) -> int:
         """Number of candidates that these rows, with micro-batches and nothing else joined, stand for."""
-        joined = (
-            (self.gpus // columns["pipeline"], self._experts),
-            (columns["pipeline"], self._orders),
-            (columns["replicas"], self._spreads),
-        )
         counts = np.ones_like(columns["pipeline"])
-        for keys, make in joined:
-            kinds, kind = np.unique(keys, return_inverse=True)
-            counts *= np.array([row_count(self._table(make, int(key))) for key in kinds], dtype=np.int64)[kind]
-        return int(counts.sum()) * row_count(self.savings)
+        for dimension in DIMENSIONS[1:]:
+            tables, kind = self._choices(columns, dimension)
+            counts *= np.array([row_count(table) for table in tables], dtype=np.int64)[kind]
+        return int(counts.sum())
+
+    def _choices(self, columns: Columns, dimension: Dimension) -> tuple[list[Columns], npt.NDArray[np.int64]]:
+        """The tables of a dimension's choices, which depend on one key of a row alone, and the number of each row's table."""
+        pipeline, replicas = columns["pipeline"], columns["replicas"]
+        keys = {"micro_batches": replicas, "experts": self.gpus // pipeline, "orders": pipeline, "spreads": replicas}
+        kinds, kind = np.unique(keys.get(dimension, np.zeros_like(pipeline)), return_inverse=True)
+        return [self._table(dimension, int(key)) for key in (kinds if len(kinds) else (1,))], kind
 
     def jobs(self, columns: Columns, **more: Any) -> JobTable:
         """The columns as a job table. Fields that are not in them come from the run, the machine and `more`. A column
@@ -154,7 +151,7 @@ class Space:
     @property
     def savings(self) -> Columns:
         """Combinations of recompute, recompute_every and offload that the run allows, as codes."""
-        return self._table(self._savings, 0)
+        return self._table("savings", 0)
 
     def _savings(self, _: int) -> Columns:
         memory = self.run.memory
@@ -259,25 +256,10 @@ class Space:
         given = self.run.layout.stages
         return stages == (given or default_stages(kind)) if self.exact else given in (None, stages)
 
-    def _join(self, columns: Columns, keys: npt.NDArray[np.int64], make: Callable[[int], Columns]) -> Columns:
-        """Each row joined with every row of the table of its key."""
-        kinds, kind = np.unique(keys, return_inverse=True)
-        if len(kinds) == 0:
-            kinds, kind = np.ones(1, np.int64), np.zeros(0, np.int64)
-        tables = [self._table(make, int(key)) for key in kinds]
-        lengths = np.array([row_count(table) for table in tables])
-        starts = np.concatenate(([0], np.cumsum(lengths)[:-1]))
-        counts = lengths[kind]
-        rows = np.repeat(np.arange(len(kind)), counts)
-        inside = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
-        place = starts[kind][rows] + inside
-        return pick(columns, rows) | pick(stack(tables), place)
-
-    def _table(self, make: Callable[[int], Columns], key: int) -> Columns:
-        name = make.__name__
-        if (name, key) not in self._tables:
-            self._tables[name, key] = make(key)
-        return self._tables[name, key]
+    def _table(self, dimension: Dimension, key: int) -> Columns:
+        if (dimension, key) not in self._tables:
+            self._tables[dimension, key] = getattr(self, f"_{dimension}")(key)
+        return self._tables[dimension, key]
 
 
 def space(run: Run, hardware: Hardware, gpus: int | None = None) -> Space:
@@ -298,8 +280,7 @@ def given_space(run: Run, hardware: Hardware) -> Space:
 
 def all_columns(layouts: Space) -> Columns:
     """All candidates at once: for given layouts, and for tests of the search."""
-    columns = layouts.with_experts(layouts.with_micro_batches(layouts.degrees()))
-    return layouts.with_savings(layouts.with_spreads(layouts.with_orders(columns)))
+    return layouts.joined(layouts.degrees(), *DIMENSIONS)
 
 
 def compute_of(run: Run, hardware: Hardware) -> str:

@@ -75,17 +75,17 @@ class ClusterModel:
         self.used = -(-candidate.layout.ranks // hardware.node)
         state = saved_bytes(run.model.parameters(), candidate.layout)
         costs = upkeep(hardware, state=state, ranks=candidate.layout.ranks, step=candidate.seconds)
-        self.mtbf = float(costs.mtbf)
+        self.mtbf = costs.mtbf
         # `upkeep` counts detection as part of the restart. Here detection depends on the kind of failure.
-        self._restart = request.restart if request.restart is not None else float(costs.restart) - DETECT
-        self._stall = request.stall if request.stall is not None else float(costs.stall)
+        self._restart = request.restart if request.restart is not None else costs.restart - DETECT
+        self._stall = request.stall if request.stall is not None else costs.stall
         write = 0.0 if request.stall is not None else state * hardware.node / hardware.storage
         self._disk = (self._stall, write) if run.checkpoint.async_save else (self._stall + write, 0.0)
         """Seconds that training waits for a checkpoint, and seconds until it is complete in the background."""
         decisions = DecisionCache(
             candidate.layout, hardware.node, lambda layout: self._on(layout) is not None, run.resilience, run.batch
         )
-        self.keep = request.keep or self._live_source(decisions, bool(costs.in_memory))
+        self.keep = request.keep or self._live_source(decisions, costs.in_memory)
         self.best = None if self.keep == "replicas" or not math.isfinite(self.mtbf) else self._best()
         self.interval = self._interval()
         spares = (run.resilience.spares or None) if request.spares is None else request.spares
@@ -116,7 +116,7 @@ class ClusterModel:
     def _best(self) -> float:
         """The best interval between saves by the closed form, but not shorter than a step or than the time to write a checkpoint."""
         stall, write = self._disk if self.keep == "disk" else (self._stall, 0.0)
-        return max(float(best_interval(self.mtbf, stall)), write, self.step)
+        return max(best_interval(self.mtbf, stall), write, self.step)
 
     def _interval(self) -> float | None:
         """Seconds of training between the saves that a failure rolls back to."""
@@ -136,7 +136,7 @@ class ClusterModel:
         stall, write = self._disk
         disk = every if self.keep == "disk" else self._run.checkpoint.every
         if disk is None and self.best:  # for a failure that loses all replicas
-            rare = max(float(best_interval(self.mtbf * 100, stall)), write, interval or 0.0)
+            rare = max(best_interval(self.mtbf * 100, stall), write, interval or 0.0)
             disk = max(1, round(rare / self.step))
         if disk is not None:  # a checkpoint starts when the one before it is complete
             stall += max(0.0, write - disk * self.step)
