@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -144,8 +144,7 @@ def corrected(
 
 
 def _scaled(rates: Rates, scale: Mapping[str, float]) -> Rates:
-    names = {field.name for field in fields(Rates)}
-    return replace(rates, **{name: getattr(rates, name) * value for name, value in scale.items() if name in names})
+    return replace(rates, **{name: getattr(rates, name) * value for name, value in scale.items()})
 
 
 def _errors(times: Times, step: Measured, sure: float) -> npt.NDArray[np.float64]:

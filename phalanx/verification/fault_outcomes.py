@@ -115,7 +115,9 @@ def _matches(fault: Fault, injected: FaultInjected, event: Detection) -> bool:
 def _outcome(fault: Fault, injected: FaultInjected, noticed: Detection | None, events: Sequence[Event]) -> FaultOutcome:
     outcome = FaultOutcome(fault=str(fault), kind=fault.kind, step=injected.step)
     if noticed is None:
-        meanwhile = _recovery_at(injected.time, events, _UNDETECTED if fault.kind in ("hang", "freeze") else _TOGETHER)
+        # The recovery that was in progress at that time, or that answers a fault of the same time.
+        before = _UNDETECTED if fault.kind in ("hang", "freeze") else _TOGETHER
+        meanwhile = _first(events, Recovered, lambda event: event.noticed - before <= injected.time <= event.first_step)
         if meanwhile is None:
             return replace(outcome, passed=not _must_be_detected(fault))
         message = f"injected while the run recovered from failure {', '.join(map(str, meanwhile.failures)) or 'none'}"
@@ -142,11 +144,6 @@ def _must_be_detected(fault: Fault) -> bool:
     if fault.kind in ("hang", "freeze"):
         return fault.seconds is None or fault.seconds >= LONG
     return fault.kind in ("kill", "raise", "corrupt", "nan")
-
-
-def _recovery_at(moment: float, events: Iterable[Event], before: float) -> Recovered | None:
-    """The recovery that was in progress at that time, or that answers a fault of the same time."""
-    return _first(events, Recovered, lambda event: event.noticed - before <= moment <= event.first_step)
 
 
 def _first(events: Iterable[Event], kind: type[_Kind], wanted: Callable[[_Kind], bool]) -> _Kind | None:

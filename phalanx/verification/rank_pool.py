@@ -47,7 +47,7 @@ class RankFailed(Exception):
     trace: Sequence[str]
 
     def __str__(self) -> str:
-        return f"{'one process' if self.rank is None else f'rank {self.rank}'}: {self.error}"
+        return f"{'the reference process' if self.rank is None else f'rank {self.rank}'}: {self.error}"
 
 
 @dataclass(slots=True)

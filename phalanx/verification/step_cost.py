@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import chain
 
 from torch import Tensor
 
 from phalanx.observe.counters import MemoryCounter, Sent, TrafficCounter
+from phalanx.parallel.data_parallel import storage_bytes
 from phalanx.spec.plan import Plan
 from phalanx.spec.run import Run
 from phalanx.training.trainer import Trainer
@@ -40,15 +40,14 @@ class Theory:
 
 def measure_step(trainer: Trainer) -> RankAccount:
     """Measures the trainer's next step. The first steps also allocate persistent state: measure a later one."""
-    known = list(chain(*persistent_tensors(trainer).values()))  # kept, so that no storage is reused in the step
-    live, account = MemoryCounter(known, trainer.mesh.device), TrafficCounter()
-    with live, account:
+    known = list(chain(*_persistent_tensors(trainer).values()))  # kept, so that no storage is reused in the step
+    with MemoryCounter(known, trainer.mesh.device) as live, TrafficCounter() as traffic:
         trainer.step()
-    memory = {name: _bytes(tensors) for name, tensors in persistent_tensors(trainer).items()}
-    return RankAccount(account.sent, memory | {"activations": live.peak})
+    memory = {name: storage_bytes(tensors) for name, tensors in _persistent_tensors(trainer).items()}
+    return RankAccount(traffic.sent, memory | {"activations": live.peak})
 
 
-def persistent_tensors(trainer: Trainer) -> dict[str, list[Tensor]]:
+def _persistent_tensors(trainer: Trainer) -> dict[str, list[Tensor]]:
     """Tensors that persist between steps: parameters, gradients, and optimizer state with its master weights."""
     owned = trainer.sharded.owned
     own = [parameter for part in trainer.sharded.parts for parameter in part.parameters()]
@@ -57,18 +56,12 @@ def persistent_tensors(trainer: Trainer) -> dict[str, list[Tensor]]:
     gradients += [param.gradient for param in owned if param.gradient is not None]
     seen = {parameter.untyped_storage().data_ptr() for parameter in parameters}
     masters = [param.value for param in owned if param.value.untyped_storage().data_ptr() not in seen]
-    states = [value for value in trainer.optimizer.state().values() if isinstance(value, Tensor)]
+    states = [value for value in trainer.optimizer.state().values() if isinstance(value, Tensor) and value.ndim]
     return {"parameters": parameters, "gradients": gradients, "optimizer": masters + states}
 
 
 def _local(tensor: Tensor) -> Tensor:
     return getattr(tensor, "_local_tensor", tensor)
-
-
-def _bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of their storages, each counted once; scalars such as step counts are ignored."""
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t.ndim or t.numel() > 1}
-    return sum(storages.values())
 
 
 def theory(run: Run, plan: Plan) -> Theory:

@@ -12,9 +12,8 @@ from rich.table import Column, Table
 from phalanx.dashboard.numbers import duration, size
 from phalanx.planning.search.candidate import layout_name
 from phalanx.verification.chaos_campaign import CampaignReport
-from phalanx.verification.fault_outcomes import FaultOutcome, Verdict
+from phalanx.verification.fault_outcomes import FaultOutcome
 from phalanx.verification.parity import Report
-from phalanx.verification.rank_pool import RankFailed
 from phalanx.verification.step_cost import RankAccount, Theory
 from phalanx.verification.tolerance import Check
 
@@ -27,7 +26,7 @@ def show_report(console: Console, report: Report) -> None:
     console.print(f"{layout_name(case.layout)}: {against}")
     _notes(console, case.notes)
     if report.failure:
-        console.print(_failure_text(report.failure), style="red", soft_wrap=True)
+        console.print(escape(str(report.failure)), style="red", soft_wrap=True)
         for line in report.failure.trace:
             console.print(f"  {escape(line)}", style="dim", soft_wrap=True)
     if report.checks:
@@ -48,16 +47,11 @@ def _notes(console: Console, sentences: Sequence[str]) -> None:
         console.print(escape(sentence), style="dim", soft_wrap=True)
 
 
-def _failure_text(failure: RankFailed) -> str:
-    who = "the reference process" if failure.rank is None else f"rank {failure.rank}"
-    return f"{who}: {escape(failure.error)}"
-
-
 def show_line(console: Console, number: int, report: Report) -> None:
     """Shows one verification of many as a line."""
     verdict = "[green]passed[/]" if report.passed else "[bold red]NOT PASSED[/]"
     if report.failure:
-        what = _failure_text(report.failure)
+        what = escape(str(report.failure))
     else:
         failed = [check for check in report.checks if not check.passed]
         shown = failed or [check for check in report.checks if check.accepted != 0]
@@ -128,7 +122,10 @@ def show_campaign(console: Console, report: CampaignReport) -> None:
     console.print(_faults(report.outcomes))
     for line in _kinds(report.outcomes):
         console.print(line, style="dim")
-    console.print(_verdicts(report.verdicts))
+    checks = _table("check", "result", "verdict")
+    for verdict in report.verdicts:
+        checks.add_row(verdict.name, escape(verdict.message), _verdict(verdict.passed))
+    console.print(checks)
     lost = f"{report.recoveries} recoveries, {report.steps_lost} steps repeated"
     console.print(f"{lost}, {duration(disturbed)} instead of {duration(undisturbed)}", soft_wrap=True)
     console.print("passed" if report.passed else "NOT PASSED", style="bold green" if report.passed else "bold red")
@@ -155,10 +152,3 @@ def _kinds(outcomes: Sequence[FaultOutcome]) -> list[str]:
                 words.append(f"{title} after {median(times):.2f} s (median of {len(times)}), {max(times):.2f} s at worst")
         lines += [f"{kind}: {'; '.join(words)}"] if words else []
     return lines
-
-
-def _verdicts(verdicts: Sequence[Verdict]) -> Table:
-    table = _table("check", "result", "verdict")
-    for verdict in verdicts:
-        table.add_row(verdict.name, escape(verdict.message), _verdict(verdict.passed))
-    return table

@@ -10,7 +10,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from phalanx.calibration import op_bench
+from phalanx.calibration import measure_machine
 from phalanx.calibration.bench_process import jobs, plan_of, step_seconds
 from phalanx.calibration.measure_machine import bench
 from phalanx.dashboard.plan_text import show_bench
@@ -27,25 +27,25 @@ ASKING = Run(train=Train(batch=1, steps=1), cluster=Cluster(device="cuda"))
 
 
 def test_products_are_counted_in_operations_a_second() -> None:
-    rows = list(op_bench.products(CPU, "fp32", 0.05))
+    rows = list(measure_machine.products(CPU, "fp32", 0.05))
     assert {row.shape for row in rows} >= {"1024 x 1024 x 1024", "512 x 509 x 509"}
     one = torch.randn(512, 512)
-    seconds = op_bench.best_seconds(lambda: one @ one, CPU, 0.2)
+    seconds = measure_machine.best_seconds(lambda: one @ one, CPU, 0.2)
     measured = next(row.value for row in rows if row.shape == "512 x 512 x 512")
     assert 0.1 < measured / (2 * 512**3 / seconds) < 10, "the same product, timed by hand"
-    assert list(op_bench.products(CPU, "fp8", 0.05)) == [], "no core multiplies in it"
+    assert list(measure_machine.products(CPU, "fp8", 0.05)) == [], "no core multiplies in it"
 
 
 def test_the_rest_has_values_and_units(tmp_path: Path) -> None:
     rows = [
-        *op_bench.attention(CPU, "fp32", 0.1),
-        op_bench.memory(CPU, 0.01),
-        op_bench.launch(CPU, 0.01),
-        op_bench.disk(tmp_path),
+        *measure_machine.attention(CPU, "fp32", 0.1),
+        measure_machine.memory(CPU, 0.01),
+        measure_machine.launch(CPU, 0.01),
+        measure_machine.disk(tmp_path),
     ]
     assert all(row is not None and row.value > 0 for row in rows)
     assert list(tmp_path.iterdir()) == [], "what was written is gone"
-    assert op_bench.disk(tmp_path / "not there") is None
+    assert measure_machine.disk(tmp_path / "not there") is None
     console = Console(width=100, record=True)
     show_bench(console, [(row.what, row.shape, row.value, row.unit) for row in rows if row], {"cpu.launch": 8e-6})
     text = console.export_text()

@@ -113,7 +113,7 @@ def test_what_goes_wrong_in_one_process_is_nobody_elses(pool: RankPool) -> None:
     with pytest.raises(RankFailed) as failed:
         pool.alone(raising, 0)
     assert failed.value.rank is None
-    assert str(failed.value) == "one process: ValueError: planted on rank 0"
+    assert str(failed.value) == "the reference process: ValueError: planted on rank 0"
 
 
 def test_ranks_that_hang_are_told_with_the_place_they_stand_at() -> None:

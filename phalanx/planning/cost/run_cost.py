@@ -37,7 +37,7 @@ def goodput(interval: float, mtbf: float, save: float, restart: float) -> float:
     """
     with np.errstate(over="ignore"):  # failures that leave nothing: the time they take is infinite
         spent = mtbf * np.expm1((interval + save) / mtbf) * np.exp(restart / mtbf)
-    return interval / spent
+    return float(interval / spent)
 
 
 def best_interval(mtbf: float, save: float) -> float:
@@ -87,7 +87,7 @@ def upkeep(hardware: Hardware, *, state: float, ranks: int, step: float) -> Upke
         stall=stall,
         restart=restart,
         save_every=every,
-        goodput=max(float(goodput(every, mtbf, stall, restart + behind)), _LEAST),
+        goodput=max(goodput(every, mtbf, stall, restart + behind), _LEAST),
         in_memory=in_memory,
     )
 

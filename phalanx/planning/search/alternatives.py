@@ -39,16 +39,14 @@ class _Variant:
     name: str = field(compare=False)
     layout: Layout
     micro_batch: int
-    recompute: str | None = None
-    """None: the fastest that fits."""
-    every: int | None = None
-    """recompute_every; None: any."""
-    offload: str | None = None
+    savings: tuple[str | None, int | None, str | None] = (None, None, None)
+    """recompute, recompute_every and offload; None: the fastest that fits."""
 
-    def asks(self, saving: tuple[int, int, int]) -> bool:
-        """Whether the variant allows these savings, which are codes."""
-        wanted, (mode, every, place) = (self.recompute, self.every, self.offload), saving
-        return all(want in (None, has) for want, has in zip(wanted, (RECOMPUTE[mode], every, OFFLOAD[place]), strict=True))
+    def allows(self, mode: int, every: int, place: int) -> bool:
+        """Whether the variant allows these savings, of which two are codes."""
+        return all(
+            want in (None, has) for want, has in zip(self.savings, (RECOMPUTE[mode], every, OFFLOAD[place]), strict=True)
+        )
 
 
 def neighbours(
@@ -96,9 +94,9 @@ def _variants(space: Space, best: Candidate) -> list[_Variant]:
     for mode, every in sorted({(mode, every) for mode, every, _ in offered if every in (1, 2)}):
         if (mode, every) != (best.recompute, best.recompute_every) and (mode, every, best.offload) in offered:
             name = _MODES[mode] + ("" if every == 1 else f" 1/{every}")
-            variants.append(_Variant(name, layout, micro, recompute=mode, every=every, offload=best.offload))
+            variants.append(_Variant(name, layout, micro, (mode, every, best.offload)))
     if best.offload != "none" and any(place == "none" for *_, place in offered):
-        variants.append(_Variant("nothing offloaded", layout, micro, offload="none"))
+        variants.append(_Variant("nothing offloaded", layout, micro, (None, None, "none")))
     share = space.run.batch // layout.replicas
     for other in (2 * micro, micro // 2):
         if other >= 1 and share % other == 0:
@@ -173,7 +171,7 @@ def _judge(space: Space, rates: Rates, variants: list[_Variant], best: Candidate
     columns = layout_columns([row.layout for row in rows], micro_batch=[row.micro_batch for row in rows])
     columns |= columns_of(_SAVINGS, savings * len(variants))
     total, seconds = bytes_of(space, columns).reshape(shape), seconds_of(space, rates, columns).reshape(shape)
-    asked = np.array([[variant.asks(saving) for saving in savings] for variant in variants], dtype=bool).reshape(shape)
+    asked = np.array([[variant.allows(*saving) for saving in savings] for variant in variants], dtype=bool).reshape(shape)
     fitting = asked & (total <= limit)
     fastest = np.where(fitting, seconds, np.inf).argmin(axis=1)
     chosen = np.where(fitting.any(axis=1), fastest, np.where(asked[:, at], at, asked.argmax(axis=1)))
@@ -198,7 +196,7 @@ def _reason(space: Space, variant: _Variant, candidate: Candidate, best: Candida
     phrases = ["quicker"] if slower < 0 else []
     if candidate.layout.tensor > space.hardware.island and best.layout.tensor <= space.hardware.island:
         phrases.append("leaves the island of fast links")
-    if (saved := _extra_savings(candidate, best)) and variant.recompute is None:
+    if (saved := _extra_savings(candidate, best)) and variant.savings[0] is None:
         phrases.append(f"{'fits ' if tight else ''}with {saved}")
     phrases.append(_largest_saving(candidate, best) if slower < 0 else _largest_growth(candidate, best))
     return f"{', '.join(phrases)}; step {slower:+.0%}{_fixed_keys(space, candidate) if slower < 0 else ''}"

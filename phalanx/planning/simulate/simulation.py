@@ -203,7 +203,7 @@ class ClusterModel:
         elif self.used == 1 and saves.disk_every is not None:  # the loss of the only node costs half a checkpoint interval
             node_failures = sum(rate for name, rate in failures.rates if fault_kind(name) == "node") / failures.rate
             restart += node_failures * (saves.disk_every * self.step / 2 + saves.disk_write)
-        return float(goodput(trained, self.mtbf, stall, restart))
+        return goodput(trained, self.mtbf, stall, restart)
 
     def assumptions(self) -> tuple[str, ...]:
         """Sentences: what the simulation assumes about the cluster."""
