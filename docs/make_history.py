@@ -3,19 +3,22 @@ predictions of `phalanx plan` for the same layout on the same hardware. `make do
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from textwrap import fill
 
 from phalanx.planning.cost.run_cost import Cost, cost
 from phalanx.planning.machines.hardware import Hardware, hardware
-from phalanx.planning.machines.rates import PAIRED
 from phalanx.planning.search.candidate import Candidate
 from phalanx.planning.search.search import judge
 from phalanx.spec.load import load
 from phalanx.spec.run import Run
 
 ROOT = Path(__file__).parents[1]
+sys.path.append(str(ROOT / "benchmarks"))
+from planner.parameters import PAIRED  # noqa: E402
+
 BEGIN, END = "# made by docs/make_history.py: begin\n", "# made by docs/make_history.py: end\n"
 _HOUR, _WIDTH = 3600.0, 128
 
