@@ -1,9 +1,6 @@
 """Data parallelism with ZeRO-0, 1 and 2: sums the gradients of all replicas in buckets while the backward runs. `parallel/apply` builds it,
 and `parallel/fsdp` for parameters that FSDP2 does not shard.
 
-ZeRO-0 keeps everything on every rank (DDP). ZeRO-1 divides master weights and optimizer states over the ranks of `layout.shard`,
-ZeRO-2 gradients too; new values return to all ranks in the same buckets.
-
 Buckets are fixed. torch's DistributedDataParallel regroups its buckets after the first step, so a resumed run would add in another
 order than an uninterrupted one. On CPU, ZeRO-0 adds the micro-batches of the global batch in the order of a binary tree:
 1, 2, 4 or 8 ranks produce the same bits.
@@ -39,7 +36,7 @@ class Sharding:
     """How a replica's state is divided over the ranks of `layout.shard`."""
 
     zero: int = 0
-    """0: not at all; 1: optimizer states and master weights; 2: gradients too; 3: parameters too (`parallel/fsdp`)."""
+    """0: not at all (DDP); 1: optimizer states and master weights; 2: gradients too; 3: parameters too (`parallel/fsdp`)."""
     axes: tuple[str, ...]
     """Mesh axes whose ranks see different samples, or parts of samples, and sum their gradients in every step; "shard" among them."""
     compute: str = "fp32"
