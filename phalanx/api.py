@@ -101,7 +101,7 @@ def rehearse(run: Run, plan: Plan | None = None, *, rank: int = 0, memory: int |
     `plan`: a plan of `plan(run)`, by default that of the run's cluster or of this machine; `memory`: bytes of a device, instead of
     its own.
     """
-    from phalanx.rehearsal.job import rehearsal_job
+    from phalanx.rehearsal.rehearse import rehearsal_job
     from phalanx.rehearsal.rehearse import rehearse as rehearsed
 
     run = _checked(run)

@@ -5,14 +5,13 @@ prune do not need torch either."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
-from rich.progress import Progress
 from typer import Argument, Option
 
 from phalanx.checkpointing import checkpoint_info, directory
@@ -28,7 +27,7 @@ from phalanx.checkpointing.find_checkpoint import (
 )
 from phalanx.checkpointing.location import Local
 from phalanx.cli.options import CHECKPOINT, AsJson, parse_size
-from phalanx.cli.output import console, finish, print_json, tracked
+from phalanx.cli.output import console, finish, print_json, progress_bar, tracked
 from phalanx.dashboard import checkpoint_tables as show
 from phalanx.dashboard.numbers import size as format_size
 from phalanx.events.rundir import RunDir
@@ -142,7 +141,7 @@ def verify(
     result = []
     for checkpoint in chosen:
         size = sum(checkpoint.sizes().values())
-        with _progress(checkpoint.name, size) as advance:
+        with progress_bar(checkpoint.name, size) as advance:
             wrong = find_damage(checkpoint, advance)
         show.show_verified(console, str(checkpoint), size, wrong)
         result.append(
@@ -373,10 +372,3 @@ def _locked(rundir: RunDir, path: str) -> Iterator[None]:
         yield
     finally:
         rundir.release()
-
-
-@contextmanager
-def _progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task(what, total=total)
-        yield lambda count: progress.advance(task, count)

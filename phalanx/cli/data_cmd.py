@@ -12,9 +12,9 @@ import typer
 from typer import Argument, Option
 
 from phalanx.cli.options import SOURCE_KINDS, TEXT_KINDS, AsJson, Field, Overrides, RunFile, Template, check_source_kind
-from phalanx.cli.output import console, finish, print_json
+from phalanx.cli.output import console, finish, print_json, progress_bar
 from phalanx.control.protocol import RESUMABLE
-from phalanx.dashboard.data_tables import SourceFormat, looking_through, show_inspected, show_sample, tokenizing
+from phalanx.dashboard.data_tables import SourceFormat, show_inspected, show_sample, tokenizing
 from phalanx.dashboard.numbers import count, duration
 from phalanx.data.corpus import Corpus
 from phalanx.data.dataset import open_corpus, open_dataset, source_name
@@ -62,7 +62,7 @@ def inspect(
     options = InspectOptions(sequence_length=sequence_length or length, samples=samples, characters=width, seed=seed)
     reports = {}
     for name, (corpus, skipped) in sources.items():
-        with looking_through(console, name) as progress:
+        with progress_bar(f"reading {name}", corpus.tokens) as progress:
             report = inspect_corpus(corpus, opened, options, progress)
         about = _format(corpus, skipped, opened)
         show_inspected(console, name, report, about)

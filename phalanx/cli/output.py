@@ -5,7 +5,8 @@ from __future__ import annotations
 import json as encoding
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -32,6 +33,16 @@ def tracked(items: Iterable[T], what: str, total: int) -> Iterable[T]:
     from rich.progress import track
 
     return track(items, what, total, console=console, transient=True, disable=not console.is_terminal)
+
+
+@contextmanager
+def progress_bar(what: str, total: int) -> Iterator[Callable[[int], None]]:
+    """Shows a progress bar, on a terminal. The context is a function to call with every further amount that is done."""
+    from rich.progress import Progress
+
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task(what, total=total)
+        yield lambda amount: progress.advance(task, amount)
 
 
 def plain_table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:

@@ -110,7 +110,7 @@ def rehearse(
     limit = None if memory is None else parse_size("--memory", memory)
     import torch
 
-    from phalanx.rehearsal.job import distinct_ranks, rehearsal_job
+    from phalanx.rehearsal.rehearse import distinct_ranks, rehearsal_job
     from phalanx.rehearsal.rehearse import rehearse as rehearsed
     from phalanx.rehearsal.result import show, write_trace
 

@@ -25,17 +25,6 @@ MASKED = ("⟦", "⟧")
 """Encloses text without loss on it where the output has no colors."""
 
 
-@contextmanager
-def looking_through(console: Console, name: str) -> Iterator[Callable[[int, int], None] | None]:
-    """Shows a progress bar while a corpus is read, on a terminal."""
-    if not console.is_terminal:
-        yield None
-        return
-    with Progress(console=console, transient=True) as bar:
-        task = bar.add_task(f"reading {name}", total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SourceFormat:
     """How a source is stored and read; None: unknown."""

@@ -114,19 +114,17 @@ class InspectOptions:
 
 
 def inspect(
-    corpus: Corpus, tokenizer: Tokenizer | None, options: InspectOptions, progress: Callable[[int, int], None] | None = None
+    corpus: Corpus, tokenizer: Tokenizer | None, options: InspectOptions, progress: Callable[[int], None] = lambda tokens: None
 ) -> InspectReport:
-    """Reads the whole corpus. `progress` receives the number of tokens read and their total."""
+    """Reads the whole corpus. `progress` receives the number of tokens of each portion."""
     lengths, parts = Lengths(), [np.array([], dtype="<u8")]
     stride = np.uint64(max(1, -(-corpus.documents // _MAX_DOCUMENTS)))
     for bounds in _portions(corpus):
         lengths.add(np.diff(bounds) - 1)
         hashes = _hashes(corpus, bounds)
-        parts.append(
-            hashes[hashes % stride == 0]
-        )  # of a very large corpus every n-th value, so that equal documents stay together
-        if progress is not None:
-            progress(int(bounds[-1]), corpus.tokens)
+        # Of a very large corpus every n-th value, so that equal documents stay together.
+        parts.append(hashes[hashes % stride == 0])
+        progress(int(bounds[-1] - bounds[0]))
     compared = np.sort(np.concatenate(parts))
     masks = [int((~trained).sum()) for trained in _blocks(corpus.mask, 0, corpus.tokens) if trained is not None]
     text, estimated = _text_bytes(corpus, tokenizer, options.seed)

@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.console import Console
 
-from phalanx.dashboard.data_tables import SourceFormat, looking_through, show_inspected, show_sample
+from phalanx.dashboard.data_tables import SourceFormat, show_inspected, show_sample
 from phalanx.data.corpus import MemoryCorpus
 from phalanx.data.inspect import InspectOptions, PieceView, SampleView, TextSpan, inspect
 from phalanx.data.tokenizer import ByteTokenizer
@@ -64,8 +64,6 @@ def test_control_characters_are_shown_not_sent() -> None:
 def test_a_corpus() -> None:
     console = screen()
     found = inspect(MemoryCorpus(["[red]one[/red]", "two", "two"]), ByteTokenizer(), InspectOptions(sequence_length=16))
-    with looking_through(console, "web") as progress:
-        assert progress is None, "no bar where nobody watches"
     about = SourceFormat(tokenizer="byte", vocab=257, end=256, dtype="uint16", skipped={"broken JSON": 3})
     show_inspected(console, "web", found, about)
     text = printed(console)

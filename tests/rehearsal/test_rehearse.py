@@ -20,8 +20,7 @@ from phalanx.planning.search.candidate import Candidate
 from phalanx.rehearsal import fake_gpu
 from phalanx.rehearsal import rehearse as rehearsing
 from phalanx.rehearsal.fake_gpu import RehearsalDevice
-from phalanx.rehearsal.job import distinct_ranks, rehearsal_job
-from phalanx.rehearsal.rehearse import rehearse
+from phalanx.rehearsal.rehearse import distinct_ranks, rehearsal_job, rehearse
 from phalanx.rehearsal.rehearsed_rank import rehearsed_program
 from phalanx.rehearsal.result import write_trace
 from phalanx.spec.errors import RunError
