@@ -9,11 +9,9 @@ from fnmatch import fnmatchcase
 
 from phalanx.checkpointing import directory
 from phalanx.checkpointing.directory import CheckpointFiles, DamagedCheckpoint
-from phalanx.checkpointing.format import BLOCK, CheckedFile, DamagedFile, Marker, SavedTensor, file_checksum, read_checksum
+from phalanx.checkpointing.format import BLOCK, Marker, SavedTensor, file_checksum, read_block_sums
 from phalanx.checkpointing.location import Location
 from phalanx.spec.layout import SavedLayout
-
-_CHANGED = "it does not have the contents that were saved"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,18 +39,13 @@ def listing(checkpoints: Location) -> list[CheckpointInfo]:
     infos = [describe(path) for path in directory.list_checkpoints(checkpoints)]
     infos += [
         CheckpointInfo(
-            path=str(checkpoints / name), step=_step(name), bytes=sum((checkpoints / name).sizes().values()),
+            path=str(checkpoints / name), step=directory.step_of(checkpoints / name.split(".")[0]),
+            bytes=sum((checkpoints / name).sizes().values()),
             problem="left by an interrupted save, or replaced by a newer checkpoint", leftover=True,
         )
-        for name in checkpoints.entries()
-        if name.startswith("step-") and name.endswith(directory.PARTIAL)
+        for name in directory.partial_names(checkpoints)
     ]  # fmt: skip
     return sorted(infos, key=lambda info: (-1 if info.step is None else info.step, not info.leftover), reverse=True)
-
-
-def _step(name: str) -> int | None:
-    digits = name.removeprefix("step-").split(".")[0]
-    return int(digits) if digits.isdigit() else None
 
 
 def describe(path: Location) -> CheckpointInfo:
@@ -121,50 +114,29 @@ def find_damage(path: Location, progress: Callable[[int], None] = lambda count: 
         marker = directory.parse_marker(path)
     except DamagedCheckpoint as bad:
         return [FileDamage(file=directory.MARKER, reason=bad.reason)]
-    sizes, found = path.sizes(), []
-    for name, record in marker.files.items():
-        damage: FileDamage | None
-        if name not in sizes:
-            damage = FileDamage(file=name, reason="it is missing")
-        elif sizes[name] != record.bytes:
-            damage = FileDamage(file=name, reason=f"it has {sizes[name]} bytes instead of {record.bytes}")
-        else:
-            try:
-                damage = _file_damage(path, name, marker, progress)
-            except OSError as error:
-                damage = FileDamage(file=name, reason=f"it cannot be read ({error})")
-        if damage is not None:
-            found.append(damage)
-    return found
+    problems = directory.size_problems(path, marker)
+    damages = [FileDamage(file=name, reason=f"it {problem}") for name, problem in problems.items()]
+    for name in (name for name in marker.files if name not in problems):
+        try:
+            sums = read_block_sums(path / name, progress)
+        except OSError as error:
+            damages.append(FileDamage(file=name, reason=f"it cannot be read ({error})"))
+            continue
+        if file_checksum(sums) != marker.files[name].checksum:
+            ranges = tuple(_changed_blocks(path, name, marker, sums))
+            damages.append(FileDamage(file=name, reason="it does not have the contents that were saved", ranges=ranges))
+    return damages
 
 
-def _file_damage(path: Location, name: str, marker: Marker, progress: Callable[[int], None]) -> FileDamage | None:
-    record, sums = marker.files[name], _block_sums(path, name, marker)
-    if sums is None:
-        intact = read_checksum(path / name) == record.checksum
-        progress(record.bytes)
-        return None if intact else FileDamage(file=name, reason=_CHANGED)
-    buffer, ranges = bytearray(BLOCK), list[tuple[int, int]]()
-    with closing(CheckedFile(path / name, record.bytes, sums)) as checked:
-        for begin in range(0, record.bytes, BLOCK):
-            end = min(begin + BLOCK, record.bytes)
-            try:
-                checked.read(begin, memoryview(buffer)[: end - begin])
-            except DamagedFile:
-                ranges.append((begin, end))
-            progress(end - begin)
-    return FileDamage(file=name, reason=_CHANGED, ranges=tuple(ranges)) if ranges else None
-
-
-def _block_sums(path: Location, name: str, marker: Marker) -> list[int] | None:
-    """Checksums of a rank file's blocks; None for other files, and if the sidecar is damaged, which is reported by itself."""
-    if name not in marker.rank_files:
-        return None
+def _changed_blocks(path: Location, name: str, marker: Marker, sums: list[int]) -> Iterator[tuple[int, int]]:
+    """Which bytes of a rank file have changed; none if its sidecar, which is then reported by itself, is damaged."""
     try:
-        sums = list(CheckpointFiles(path, marker).sidecar(name).crc32)
+        saved = CheckpointFiles(path, marker).sidecar(name).crc32 if name in marker.rank_files else ()
     except (DamagedCheckpoint, OSError, ValueError, KeyError):
-        return None
-    return sums if file_checksum(sums) == marker.files[name].checksum else None
+        return
+    for number, (then, now) in enumerate(zip(saved, sums, strict=False)):
+        if then != now:
+            yield number * BLOCK, min((number + 1) * BLOCK, marker.files[name].bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,7 +29,7 @@ from phalanx.checkpointing.format import (
     decode_header,
     file_checksum,
     rank_file_name,
-    read_checksum,
+    read_block_sums,
     read_header,
     sidecar_name,
     write_file,
@@ -148,13 +148,20 @@ def _stage_names(path: object, sidecars: list[Sidecar]) -> list[list[str]]:
 def read_marker(path: Location | Path) -> Marker:
     """The marker of a checkpoint. Raises DamagedCheckpoint if a file is missing or has another size."""
     path = open_location(path)
-    marker, sizes = parse_marker(path), path.sizes()
-    for name, record in marker.files.items():
-        if name not in sizes:
-            raise DamagedCheckpoint(path, f"its file {name} is missing")
-        if sizes[name] != record.bytes:
-            raise DamagedCheckpoint(path, f"its file {name} has {sizes[name]} bytes instead of {record.bytes}")
+    marker = parse_marker(path)
+    for name, problem in size_problems(path, marker).items():
+        raise DamagedCheckpoint(path, f"its file {name} {problem}")
     return marker
+
+
+def size_problems(path: Location, marker: Marker) -> dict[str, str]:
+    """Files that are missing or have another size, each with a verb."""
+    sizes = path.sizes()
+    return {
+        name: f"has {sizes[name]} bytes instead of {record.bytes}" if name in sizes else "is missing"
+        for name, record in marker.files.items()
+        if sizes.get(name) != record.bytes
+    }
 
 
 def parse_marker(path: Location) -> Marker:
@@ -179,7 +186,7 @@ def verify(path: Location | Path) -> None:
     path = open_location(path)
     for name, record in read_marker(path).files.items():
         try:
-            checksum = read_checksum(path / name)
+            checksum = file_checksum(read_block_sums(path / name))
         except Unreachable:
             raise
         except OSError as error:
@@ -262,13 +269,16 @@ def list_checkpoints(*places: Location | Path) -> list[Location]:
     return sorted(paths, key=lambda path: -(step_of(path) or 0))
 
 
+def partial_names(checkpoints: Location) -> list[str]:
+    """Folders that are being written, or were set aside to be replaced or removed."""
+    return [name for name in checkpoints.entries() if name.startswith("step-") and name.endswith(PARTIAL)]
+
+
 def leftovers(checkpoints: Location) -> list[str]:
     """Names of what interrupted saves left. In a store these are named like checkpoints but have no marker."""
-    names = checkpoints.entries()
-    found = [name for name in names if name.startswith("step-") and name.endswith(PARTIAL)]
     # A checkpoint that was set aside for a replacement that never came is no leftover: the next launch restores it.
-    replaced = {f"{name}.replaced{PARTIAL}" for name in names}
-    found = [name for name in found if ".replaced" not in name or name in replaced]
+    replaced = {f"{name}{_REPLACED}" for name in checkpoints.entries()}
+    found = [name for name in partial_names(checkpoints) if ".replaced" not in name or name in replaced]
     if not checkpoints.can_rename:
         found += [path.name for path in list_checkpoints(checkpoints) if (path / MARKER).size() is None]
     return found
@@ -347,9 +357,8 @@ def _remove(place: Location, names: Sequence[str]) -> None:
         else:
             (path / MARKER).remove()
             path.remove()
-    for name in place.entries():
-        if name.startswith("step-") and name.endswith(PARTIAL):
-            (place / name).remove()
+    for name in partial_names(place):
+        (place / name).remove()
 
 
 def _remove_unmarked(place: Location, saved: Location) -> None:

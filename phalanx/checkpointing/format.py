@@ -62,10 +62,17 @@ def checksum_of(contents: bytes) -> str:
     return file_checksum([zlib.crc32(contents[begin : begin + BLOCK]) for begin in range(0, max(len(contents), 1), BLOCK)])
 
 
-def read_checksum(file: Location) -> str:
-    """Read a file and compute its checksum."""
+def read_block_sums(file: Location, progress: Callable[[int], object] = lambda count: None) -> list[int]:
+    """Read a file and compute the checksums of its blocks, two at a time. `progress` is called with the bytes of each."""
     size = file.size() or 0
-    return file_checksum([zlib.crc32(file.read(begin, min(BLOCK, size - begin))) for begin in range(0, max(size, 1), BLOCK)])
+
+    def block_sum(begin: int) -> int:
+        block = file.read_block(begin, min(BLOCK, size - begin))
+        progress(len(block))
+        return zlib.crc32(block)
+
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(block_sum, range(0, max(size, 1), BLOCK)))
 
 
 def write_file(file: Location, chunks: Chunks) -> list[int]:

@@ -7,7 +7,6 @@ import json
 import math
 from collections.abc import Collection
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
 from pathlib import Path
 
 import torch
@@ -93,57 +92,47 @@ def _read(file: Path, offset: int, into: memoryview) -> None:
         raise RunFailed(f"{file} can no longer be read ({error.strerror}).") from error
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """Where a tensor is written."""
-
-    file: Path
-    begin: int
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
 class WeightsWriter:
     """Writes a folder of safetensors. Headers and files of full size are written first; then tensors in any order and in parts."""
 
     def __init__(self, path: Path, tensors: TensorTypes, shard_size: int):
-        self.path = path
+        self._dtypes = {name: dtype for name, (_, dtype) in tensors.items()}
         self.bytes = sum(_size(*tensor) for tensor in tensors.values())
         shards = _shards(tensors, shard_size)
-        self.places: dict[str, _Place] = {}
         files: dict[str, str] = {}
         for number, names in enumerate(shards, start=1):
             file = safetensors_index.SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-            self._write_header(path / file, {name: tensors[name] for name in names})
+            _write_header(path / file, {name: tensors[name] for name in names})
             files |= dict.fromkeys(names, file)
         self.files = len(shards)
         if len(shards) > 1:
             index = {"metadata": {"total_size": self.bytes}, "weight_map": files}
             (path / safetensors_index.INDEX).write_text(json.dumps(index, indent=2) + "\n")
+        self._tensors = safetensors_index.stored(path)
 
     def write(self, name: str, part: Tensor, first: int = 0, column: int | None = None) -> None:
         """Write rows of a tensor from `first` on: whole rows, or the values of each row from `column` on."""
-        place = self.places[name]
-        width = place.shape[-1] if len(place.shape) > 1 else 1
-        matrix = part.to(place.dtype).contiguous().view(part.shape[0], -1)
+        tensor, dtype = self._tensors[name], self._dtypes[name]
+        width = tensor.shape[-1] if len(tensor.shape) > 1 else 1
+        matrix = part.to(dtype).contiguous().view(part.shape[0], -1)
         rows = [matrix] if column is None else matrix.unbind()
-        with place.file.open("r+b") as stream:
+        with tensor.file.open("r+b") as stream:
             for number, row in enumerate(rows):
-                stream.seek(place.begin + ((first + number) * width + (column or 0)) * place.dtype.itemsize)
+                stream.seek(tensor.begin + ((first + number) * width + (column or 0)) * dtype.itemsize)
                 stream.write(row.contiguous().view(torch.uint8).numpy().data)
 
-    def _write_header(self, file: Path, tensors: TensorTypes) -> None:
-        header: dict[str, object] = {"__metadata__": {"format": "pt"}}  # transformers requires it
-        ends = list(accumulate((_size(*tensor) for tensor in tensors.values()), initial=0))
-        for (name, (shape, dtype)), (begin, end) in zip(tensors.items(), pairwise(ends), strict=True):
-            header[name] = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
-        text = json.dumps(header).encode()
-        text += b" " * (-len(text) % 8)  # the format wants weights to begin at a multiple of 8
-        with file.open("wb") as stream:
-            stream.write(len(text).to_bytes(8, "little") + text)
-            stream.truncate(8 + len(text) + ends[-1])
-        for (name, (shape, dtype)), begin in zip(tensors.items(), ends, strict=False):
-            self.places[name] = _Place(file, 8 + len(text) + begin, shape, dtype)
+
+def _write_header(file: Path, tensors: TensorTypes) -> None:
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}  # transformers requires it
+    end = 0
+    for name, (shape, dtype) in tensors.items():
+        begin, end = end, end + _size(shape, dtype)
+        header[name] = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # the format wants weights to begin at a multiple of 8
+    with file.open("wb") as stream:
+        stream.write(len(text).to_bytes(8, "little") + text)
+        stream.truncate(8 + len(text) + end)
 
 
 def _size(shape: tuple[int, ...], dtype: torch.dtype) -> int:

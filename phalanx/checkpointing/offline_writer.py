@@ -35,28 +35,21 @@ StateOfRank = Callable[[int], Mapping[str, StateTensor]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StreamedBox:
-    """A box of a tensor, and how to get its values."""
-
-    box: Box
-    read: Callable[[], Tensor]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class StreamedTensor:
     """A tensor that is read box by box. It needs the memory of one box if the boxes are contiguous and in order."""
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    boxes: Sequence[StreamedBox]
+    boxes: Sequence[tuple[Box, Callable[[], Tensor]]]
+    """Each with a function that reads its values."""
 
     @property
     def in_order(self) -> bool:
         """Whether each box is contiguous in the whole tensor and follows the one before."""
         whole, end = torch.empty(self.shape, device="meta"), 0
-        for part in self.boxes:
-            values = whole[part.box.index]
+        for box, _ in self.boxes:
+            values = whole[box.index]
             if not values.is_contiguous() or values.storage_offset() != end:
                 return False
             end += values.numel()
@@ -65,12 +58,12 @@ class StreamedTensor:
     def values(self) -> Iterator[memoryview]:
         """All of its bytes, in order."""
         if self.in_order:
-            for part in self.boxes:
-                yield raw_bytes(part.read())
+            for _, read in self.boxes:
+                yield raw_bytes(read())
             return
         whole = torch.empty(self.shape, dtype=self.dtype)
-        for part in self.boxes:
-            whole[part.box.index] = part.read()
+        for box, read in self.boxes:
+            whole[box.index] = read()
         yield raw_bytes(whole)
 
 

@@ -31,7 +31,7 @@ from phalanx.cli.output import console, finish, print_json, progress_bar, tracke
 from phalanx.dashboard import checkpoint_tables as show
 from phalanx.dashboard.numbers import size as format_size
 from phalanx.events.rundir import RunDir
-from phalanx.spec.errors import RunError
+from phalanx.spec.errors import RunError, refuse
 from phalanx.spec.tensor_slice import TensorSlice
 
 if TYPE_CHECKING:
@@ -267,8 +267,7 @@ def export(
         problems.append(f"--format {kind}: choose {', '.join(_FORMATS)}.")
     if kind == "hf" and optimizer:
         problems.append("--optimizer: a Hugging Face folder has no optimizer state; add --format safetensors or torch.")
-    if problems:
-        raise RunError(problems)
+    refuse(problems)
     if kind == "hf":
         export_hf(checkpoint, out, dtype, shard_size, json=json)
         return

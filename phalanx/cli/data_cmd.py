@@ -23,7 +23,7 @@ from phalanx.data.inspect import InspectOptions, batches, split_samples
 from phalanx.data.inspect import inspect as inspect_corpus
 from phalanx.data.token_files import META, TokenFiles
 from phalanx.data.tokenizer import Tokenizer, open_tokenizer
-from phalanx.spec.errors import RunError
+from phalanx.spec.errors import RunError, refuse
 from phalanx.spec.json_value import JsonObject
 from phalanx.spec.load import load
 from phalanx.spec.run import Data
@@ -108,8 +108,7 @@ def _open(what: str, settings: dict[str, Any]) -> tuple[dict[str, tuple[Corpus, 
         run = load(what)
         data, sequence_length = run.data, run.train.sequence_length
     else:
-        if problems := check_source_kind(settings.get("source")):
-            raise RunError(problems)
+        refuse(check_source_kind(settings.get("source")))
         data = Data(**{"paths": () if settings.get("source") == "stdlib" else (what,)} | settings)
         if kind(data) == "tokens" and "tokenizer" not in settings:
             files = TokenFiles((Path(what).parent if Path(what).name == META else Path(what)).expanduser())
@@ -168,8 +167,7 @@ def tokenize(
     *sources, out = paths
     if not sources and source != "stdlib":
         raise RunError(f"phalanx tokenize {out}: name the text first and the folder to write last: SRC... OUT.")
-    if problems := check_source_kind(source, TEXT_KINDS):
-        raise RunError(problems)
+    refuse(check_source_kind(source, TEXT_KINDS))
     kinds: dict[str, Any] = {"source": source, "template": template}  # checked above, and when it is read
     data = Data(
         **kinds,

@@ -19,7 +19,7 @@ from phalanx.dashboard.numbers import count, number, percent
 from phalanx.data.dataset import open_corpus, open_dataset
 from phalanx.data.pack import Batch
 from phalanx.spec import hf_config
-from phalanx.spec.errors import RunError
+from phalanx.spec.errors import RunError, refuse
 from phalanx.spec.run import Run
 from phalanx.spec.sources import kind
 
@@ -87,8 +87,7 @@ def _check_source(checkpoint: str, source: dict[str, Any], choices: Path | None)
         problems.append(
             f"{checkpoint} is a Hugging Face folder, which has no held-out text: name text with --path, or use --choices."
         )
-    if problems:
-        raise RunError(problems)
+    refuse(problems)
 
 
 def _choices(opened: Opened, path: Path, options: _Options) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from phalanx.planning.machines.hardware import planned
 from phalanx.planning.request import PlanRequest
 from phalanx.planning.search.search import Limits
 from phalanx.planning.solve import What
-from phalanx.spec.errors import RunError
+from phalanx.spec.errors import refuse
 from phalanx.spec.load import load
 from phalanx.spec.plan import Machine
 from phalanx.spec.run import Run
@@ -154,5 +154,4 @@ def _check_options(run_file: Path | None, compare: Path | None, options: Mapping
             f"--solve prints an answer: {' and '.join(excluded)} {'draw' if len(excluded) > 1 else 'draws'} a plan: remove one of them."
         )
     problems += check_folders(options["--png"], options["--html"])
-    if problems:
-        raise RunError(problems)
+    refuse(problems)

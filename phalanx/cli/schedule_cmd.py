@@ -15,7 +15,7 @@ from phalanx.dashboard.pictures import draw_schedule, schedule_legend, schedule_
 from phalanx.schedules.actions import Schedule, dump, load
 from phalanx.schedules.makers import NAMES, make
 from phalanx.schedules.timing import Durations, bubble, simulate
-from phalanx.spec.errors import RunError
+from phalanx.spec.errors import RunError, refuse
 
 _MAX_ACTIONS = 200_000
 _MAX_COLUMNS = 1000
@@ -83,8 +83,7 @@ def _open(name: str, ranks: int | None, microbatches: int | None, per_rank: int 
         for option, (want, has) in options.items()
         if want not in (None, has)
     ]
-    if wrong:
-        raise RunError(wrong)
+    refuse(wrong)
     return chosen
 
 

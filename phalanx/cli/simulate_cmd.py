@@ -19,7 +19,7 @@ from phalanx.planning.search.search import judge
 from phalanx.planning.simulate.simulated_step import simulate_candidate
 from phalanx.planning.simulate.simulation import SimulationRequest
 from phalanx.planning.simulate.simulation import simulate as simulate_run
-from phalanx.spec.errors import RunError
+from phalanx.spec.errors import RunError, refuse
 from phalanx.spec.layout import Layout
 from phalanx.spec.load import load
 from phalanx.spec.run import Run
@@ -70,8 +70,7 @@ def simulate(
     """Simulate a whole run with the failures of its cluster and the live recovery policy. With --step, simulate one step."""
     if trace is not None and not step:
         raise RunError("--trace shows one step: add --step, or use --png for a picture of the whole run.")
-    if problems := check_folders(png, trace):
-        raise RunError(problems)
+    refuse(check_folders(png, trace))
     request = SimulationRequest(
         days=days,
         seed=seed,

@@ -29,7 +29,7 @@ from phalanx.host.env import torchrun_place
 from phalanx.host.probe import this_machine
 from phalanx.launch.launcher import Job, first_events
 from phalanx.launch.prepare import Prepared, Request, prepare
-from phalanx.spec.errors import PhalanxError, RunError, RunFailed
+from phalanx.spec.errors import PhalanxError, RunError, RunFailed, refuse
 from phalanx.spec.load import load
 from phalanx.spec.plan import Place
 
@@ -88,8 +88,7 @@ def train(
 def _drawn_faults(faults: tuple[Fault, ...], prepared: Prepared) -> str:
     """All faults of the run in the grammar that its processes read, with random ones drawn."""
     ranks, nodes, steps = prepared.plan.ranks, prepared.run.cluster.nodes, prepared.run.steps
-    if problems := check(faults, ranks, nodes, steps):
-        raise RunError(problems)
+    refuse(check(faults, ranks, nodes, steps))
     return format_faults(expand_random(faults, steps=steps, ranks=ranks, nodes=nodes))
 
 

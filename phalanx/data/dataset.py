@@ -17,7 +17,7 @@ from phalanx.data.pack import BestFitPacking, Intervals, Packing, StreamPacking
 from phalanx.data.samples import Mixture, Samples, sample_limit, split
 from phalanx.data.token_files import META, TokenFiles
 from phalanx.data.tokenizer import ByteTokenizer, Tokenizer, open_tokenizer
-from phalanx.spec.errors import RunError
+from phalanx.spec.errors import RunError, refuse
 from phalanx.spec.run import Data, MixedSource, Source
 from phalanx.spec.sources import kind
 
@@ -79,8 +79,7 @@ def open_dataset(data: Data, sequence_length: int, seed: int, progress: Progress
             sources.append(_open_source(source, data, tokenizer, sequence_length, seed, progress))
         except RunError as error:
             problems += error.problems
-    if problems:
-        raise RunError(problems)
+    refuse(problems)
     return Dataset(sources, tokenizer)
 
 
@@ -98,8 +97,7 @@ def _open_source(
         held_out = pack(corpus, eval_part, length, tokenizer, data)
         problems += _too_short(held_out, f"held-out text{of_table}", "a larger data.eval_fraction (0 holds out none)")
         evaluation = Samples(held_out, _HELD_OUT_SEED, shuffle=True, name=name)
-    if problems:
-        raise RunError(problems)
+    refuse(problems)
     samples = Samples(train, seed if source.seed is None else source.seed, data.shuffle, name)
     if sample_limit(samples.count, source.epochs) == 0:
         raise RunError(
@@ -185,8 +183,7 @@ def _open_tokens(paths: Sequence[str], tokenizer: Tokenizer, key: str) -> tuple[
                 )
             elif not files.tokens:
                 problems.append(f"{key}: {files.folder} holds no document; tokenize text that has some.")
-    if problems:
-        raise RunError(problems)
+    refuse(problems)
     skipped: Counter[str] = Counter()
     for files in opened:
         skipped.update(files.meta.skipped)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, BinaryIO, cast
 
-from phalanx.spec.errors import RunError
+from phalanx.spec.errors import RunError, refuse
 from phalanx.spec.run import MixedSource, Source
 
 BLOCK = 1 << 20
@@ -179,8 +179,7 @@ class _FileSearch:
             first, count = min(self.files), len(self.files)
             which = f"{first} is empty" if count == 1 else f"all {count} files are empty (the first is {first})"
             problems.append(f"{self._key}: {which}; name files that hold text.")
-        if problems:
-            raise RunError(problems)
+        refuse(problems)
         return files
 
 

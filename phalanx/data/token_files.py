@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from phalanx.data.corpus import BLOCKS, OPEN_FILES, OpenFile, offsets
 from phalanx.data.tokenizer import Tokenizer
-from phalanx.spec.errors import RunError
+from phalanx.spec.errors import RunError, refuse
 
 FORMAT, VERSION = "phalanx-tokens", 1
 META = "tokens.json"
@@ -172,8 +172,7 @@ class TokenFiles:
                 if actual != size:
                     has = "is missing" if actual is None else f"has {actual} bytes"
                     wrong.append(f"{path} {has} where {META} says {size}: copy the folder again, or tokenize again.")
-        if wrong:
-            raise RunError(wrong[:10])
+        refuse(wrong[:10])
 
 
 def dtype_of(vocab: int) -> str:

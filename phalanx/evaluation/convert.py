@@ -107,11 +107,9 @@ def import_folder(folder: Path, out: Path) -> Converted:
 
 def _streamed(entry: Entry, files: WeightsFolder) -> offline_writer.StreamedTensor:
     dtype = files.dtype(entry.parts[0].hf_name)
-    chunks = [
-        offline_writer.StreamedBox(box=block.box, read=partial(hf_mapping.read, block, files.rows))
-        for block in hf_mapping.blocks(entry, dtype.itemsize)
-    ]
-    return offline_writer.StreamedTensor(name=f"model/{entry.name}", shape=entry.shape, dtype=dtype, boxes=chunks)
+    blocks = hf_mapping.blocks(entry, dtype.itemsize)
+    boxes = [(block.box, partial(hf_mapping.read, block, files.rows)) for block in blocks]
+    return offline_writer.StreamedTensor(name=f"model/{entry.name}", shape=entry.shape, dtype=dtype, boxes=boxes)
 
 
 def _notes_of_import(folder: Path, spec: ModelSpec) -> tuple[str, ...]:

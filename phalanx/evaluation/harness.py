@@ -13,7 +13,7 @@ import functools
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from phalanx import accelerator
 from phalanx.data.chat import ChatTemplate
@@ -27,6 +27,7 @@ from phalanx.spec.errors import PhalanxError, RunError
 if TYPE_CHECKING:
     PhalanxLM: type[Any]
 
+T = TypeVar("T")
 _MAX_GENERATED = 256  # tokens, if a task does not say: the harness's own default
 
 
@@ -71,18 +72,15 @@ def _adapter() -> type[Any]:
         def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
             encoded = [self._scorer.encode(*request.args) for request in requests]
             answers = [(score.logprob, score.greedy) for score in self._scorer.scores(encoded)]
-            self._cache("loglikelihood", requests, answers)
-            return answers
+            return self._cached("loglikelihood", requests, answers)
 
         def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
             answers = rolling(self._scorer, [request.args[0] for request in requests])
-            self._cache("loglikelihood_rolling", requests, answers)
-            return answers
+            return self._cached("loglikelihood_rolling", requests, answers)
 
         def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
             answers = [until(self._scorer, *request.args) for request in requests]
-            self._cache("generate_until", requests, answers)
-            return answers
+            return self._cached("generate_until", requests, answers)
 
         def chat_template(self, chat_template: bool | str = False) -> str:
             return self._opened.tokenizer.chat_template or ""
@@ -90,9 +88,10 @@ def _adapter() -> type[Any]:
         def apply_chat_template(self, chat_history: Sequence[dict[str, str]], add_generation_prompt: bool = True) -> str:
             return chat(self._opened.tokenizer, chat_history, prompt=add_generation_prompt)
 
-        def _cache(self, kind: str, requests: Sequence[Any], answers: Sequence[Any]) -> None:
+        def _cached(self, kind: str, requests: Sequence[Any], answers: list[T]) -> list[T]:
             for request, answer in zip(requests, answers, strict=True):
                 self.cache_hook.add_partial(kind, request.args, answer)
+            return answers
 
     return PhalanxLM
 

@@ -41,7 +41,7 @@ from phalanx.schedules.actions import Schedule
 from phalanx.schedules.makers import resized, schedule_for
 from phalanx.schedules.stage_split import cut, flop_costs
 from phalanx.spec.check_layout import layout_findings
-from phalanx.spec.errors import RunError
+from phalanx.spec.errors import RunError, refuse
 from phalanx.spec.load import loads
 from phalanx.spec.plan import Machine, Plan, Size
 from phalanx.spec.run import Run
@@ -120,13 +120,11 @@ def _given(request: PlanRequest, gpus: int) -> Plan:
     assert run.train.micro_batch is not None
     if layout.data is None:
         layout = replace(layout, data=max(1, gpus // replace(layout, data=1).ranks))
-        if problems := [finding.sentence for finding in layout_findings(replace(run, layout=layout))]:
-            raise RunError(problems)
-    if problems := request.batch_problems(layout):
-        raise RunError(problems)
+        refuse([finding.sentence for finding in layout_findings(replace(run, layout=layout))])
+    refuse(request.batch_problems(layout))
     plan = request.plan(layout, run.train.micro_batch)
-    if (order := schedule_for(layout, plan.accumulation)) and (problems := order.problems()):
-        raise RunError(problems)
+    if order := schedule_for(layout, plan.accumulation):
+        refuse(order.problems())
     return plan
 
 
@@ -173,10 +171,8 @@ def rehearse(run: Run, plan: Plan, rank: int, device: RehearsalDevice) -> Rehear
                 rehearsal = _run(program, tracker, device)
         except _NEEDS_VALUES as error:
             raise RunError(
-                [
-                    f"The program cannot be rehearsed: it reads the values of a tensor ({_short(error)}), and rehearsals have none; "
-                    "a module of your own must not depend on values on the host."
-                ]
+                f"The program cannot be rehearsed: it reads the values of a tensor ({_short(error)}), and rehearsals have none; "
+                "a module of your own must not depend on values on the host."
             ) from error
     return replace(rehearsal, seconds=time.process_time() - began, notes=_notes(run, device, rehearsal.in_use))
 
@@ -195,9 +191,7 @@ def _refuse(plan: Plan, rank: int) -> None:
         raise RunError([f"--rank {rank} is none of the layout's {layout.ranks} ranks: take one from 0 to {layout.ranks - 1}."])
     if layout.stage_split == "measured" and layout.pipeline > 1:
         raise RunError(
-            [
-                'layout.stage_split = "measured" cuts stages by what they take on the devices of a job, so it cannot be rehearsed: take "counted".'
-            ]
+            'layout.stage_split = "measured" cuts stages by what they take on the devices of a job, so it cannot be rehearsed: take "counted".'
         )
 
 

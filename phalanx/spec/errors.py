@@ -41,6 +41,12 @@ class RunError(PhalanxError):
         return RunError, (self.problems,)
 
 
+def refuse(problems: Sequence[str]) -> None:
+    """Raises RunError if there are problems."""
+    if problems:
+        raise RunError(problems)
+
+
 class RunFailed(PhalanxError):
     """A run that started and could not continue: a worker crashed, or too many steps were skipped."""
 

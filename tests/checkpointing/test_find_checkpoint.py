@@ -18,7 +18,7 @@ from phalanx.checkpointing.find_checkpoint import (
 )
 from phalanx.checkpointing.format import RunMetadata
 from phalanx.checkpointing.location import open_location
-from phalanx.checkpointing.offline_writer import StreamedBox, StreamedTensor, write_checkpoint
+from phalanx.checkpointing.offline_writer import StreamedTensor, write_checkpoint
 from phalanx.spec.errors import RunError
 from phalanx.spec.tensor_slice import Box
 
@@ -26,7 +26,7 @@ WHOLE = torch.arange(12.0).view(3, 4)
 
 
 def checkpoint(folder: Path, step: int, **metadata: str) -> Path:
-    chunk = StreamedBox(box=Box((0, 0), (3, 4)), read=lambda: WHOLE)
+    chunk = (Box((0, 0), (3, 4)), lambda: WHOLE)
     tensor = StreamedTensor(name="model/w", shape=(3, 4), dtype=torch.float32, boxes=[chunk])
     return Path(str(write_checkpoint(folder, step, [tensor], RunMetadata(**metadata))))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -12,7 +13,7 @@ from ranks import ALONE
 
 from phalanx.checkpointing import directory
 from phalanx.checkpointing.format import BLOCK, RunMetadata
-from phalanx.checkpointing.offline_writer import StreamedBox, StreamedTensor, write_checkpoint
+from phalanx.checkpointing.offline_writer import StreamedTensor, write_checkpoint
 from phalanx.checkpointing.restore import CheckpointReader, load
 from phalanx.spec.tensor_slice import Box
 
@@ -20,9 +21,9 @@ WHOLE = torch.arange(60.0).view(6, 10)
 
 
 def streamed(rows: int) -> StreamedTensor:
-    def chunk(first: int) -> StreamedBox:
+    def chunk(first: int) -> tuple[Box, Callable[[], torch.Tensor]]:
         part = WHOLE[first : first + rows]
-        return StreamedBox(box=Box((first, 0), tuple(part.shape)), read=part.clone)
+        return (Box((first, 0), tuple(part.shape)), part.clone)
 
     return StreamedTensor(
         name="model/w", shape=(6, 10), dtype=torch.float32, boxes=[chunk(first) for first in range(0, 6, rows)]
@@ -30,7 +31,7 @@ def streamed(rows: int) -> StreamedTensor:
 
 
 def test_streamed_checkpoints_load_like_any_other(tmp_path: Path) -> None:
-    columns = [StreamedBox(box=Box((0, at), (6, 5)), read=WHOLE[:, at : at + 5].bfloat16) for at in (0, 5)]
+    columns = [(Box((0, at), (6, 5)), WHOLE[:, at : at + 5].bfloat16) for at in (0, 5)]
     across = StreamedTensor(name="model/across", shape=(6, 10), dtype=torch.bfloat16, boxes=columns)
     path = write_checkpoint(tmp_path, 0, [streamed(2), across], RunMetadata(version="1"))
     assert path == directory.step_dir(tmp_path, 0)
@@ -85,7 +86,7 @@ def test_streamed_boxes_of_any_order_and_shape_are_assembled(tmp_path: Path) -> 
             shape=(6, 10),
             dtype=torch.float32,
             boxes=[
-                StreamedBox(box=Box(o, n), read=lambda o=o, n=n: WHOLE[o[0] : o[0] + n[0], o[1] : o[1] + n[1]])  # type: ignore[misc]
+                (Box(o, n), lambda o=o, n=n: WHOLE[o[0] : o[0] + n[0], o[1] : o[1] + n[1]])  # type: ignore[misc]
                 for o, n in given
             ],
         )
@@ -99,12 +100,12 @@ def test_streamed_boxes_of_any_order_and_shape_are_assembled(tmp_path: Path) -> 
 PROGRAM = """
 import resource, sys, torch
 from pathlib import Path
-from phalanx.checkpointing.offline_writer import StreamedBox, StreamedTensor, write_checkpoint
+from phalanx.checkpointing.offline_writer import StreamedTensor, write_checkpoint
 from phalanx.checkpointing.restore import CheckpointReader
 from phalanx.spec.tensor_slice import Box
 rows = 4 << 20
 def tensor(index):
-    chunk = StreamedBox(box=Box((0,), (rows,)), read=lambda: torch.full((rows,), float(index)))
+    chunk = (Box((0,), (rows,)), lambda: torch.full((rows,), float(index)))
     return StreamedTensor(name=f"t{index}", shape=(rows,), dtype=torch.float32, boxes=[chunk])
 write_checkpoint(Path(sys.argv[1]) / "first", 0, [tensor(0)])
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from phalanx.checkpointing.format import RunMetadata
-from phalanx.checkpointing.offline_writer import StreamedBox, StreamedTensor, write_checkpoint
+from phalanx.checkpointing.offline_writer import StreamedTensor, write_checkpoint
 from phalanx.checkpointing.restore import CheckpointReader, load
 from phalanx.spec.tensor_slice import Box
 
@@ -16,7 +16,7 @@ VALUES = torch.arange(24.0).view(6, 4)
 
 def saved_as(folder: Path, name: str, run: str) -> Path:
     """A checkpoint of one tensor, and the run file that its marker carries."""
-    chunk = StreamedBox(box=Box((0, 0), (6, 4)), read=lambda: VALUES)
+    chunk = (Box((0, 0), (6, 4)), lambda: VALUES)
     tensor = StreamedTensor(name=name, shape=(6, 4), dtype=torch.float32, boxes=[chunk])
     return Path(str(write_checkpoint(folder, 3, [tensor], RunMetadata(run=run))))
 
