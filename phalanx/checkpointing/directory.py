@@ -319,11 +319,6 @@ def newest(
     return None, damaged
 
 
-def newest_verified(checkpoints: Location | Path) -> tuple[Location | None, list[DamagedCheckpoint]]:
-    """The newest checkpoint whose contents are all intact, and the damaged ones that are newer."""
-    return newest(checkpoints, check=verify)
-
-
 def prune(
     checkpoints: Location | Path, keep_last: int, saved: Location, keep_every: int | None = None, in_use: Collection[str] = ()
 ) -> list[str]:

@@ -78,18 +78,14 @@ class WeightsFolder:
         width = tensor.shape[-1] if len(tensor.shape) > 1 else 1
         size = width * safetensors_index.SIZES[tensor.dtype]
         buffer = torch.empty((last - first) * size, dtype=torch.uint8)
-        _read(tensor.file, tensor.begin + first * size, buffer.numpy().data)
+        try:
+            with tensor.file.open("rb") as stream:
+                stream.seek(tensor.begin + first * size)
+                if stream.readinto(buffer.numpy().data) < len(buffer):
+                    raise RunFailed(f"{tensor.file} has shrunk since it was opened.")
+        except OSError as error:
+            raise RunFailed(f"{tensor.file} can no longer be read ({error.strerror}).") from error
         return buffer.view(DTYPES[tensor.dtype]).view(last - first, width)
-
-
-def _read(file: Path, offset: int, into: memoryview) -> None:
-    try:
-        with file.open("rb") as stream:
-            stream.seek(offset)
-            if stream.readinto(into) < len(into):
-                raise RunFailed(f"{file} has shrunk since it was opened.")
-    except OSError as error:
-        raise RunFailed(f"{file} can no longer be read ({error.strerror}).") from error
 
 
 class WeightsWriter:

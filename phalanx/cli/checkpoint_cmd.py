@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
@@ -162,17 +162,15 @@ def diff(
     places = locate(a), locate(b)
     from phalanx.checkpointing.restore import CheckpointReader, Difference, compare, compare_metadata
 
-    one_, other = (CheckpointReader(place) for place in places)
-    compared = list(tracked(compare(one_, other), "comparing", len({*one_.names, *other.names})))
+    with closing(CheckpointReader(places[0])) as first, closing(CheckpointReader(places[1])) as second:
+        compared = list(tracked(compare(first, second), "comparing", len({*first.names, *second.names})))
     different = [result for result in compared if isinstance(result, Difference)]
     equal = len(compared) - len(different)
-    one_.close()
-    other.close()
     # Step counters come last: between different steps they all differ and would hide the rest.
     different.sort(
         key=lambda found: (found.kind in ("values", "format"), found.name.endswith("/step"), -found.largest, found.name)
     )
-    contents = compare_metadata(one_, other)
+    contents = compare_metadata(first, second)
     show.show_differences(console, (str(places[0]), str(places[1])), different, contents, equal=equal, most=largest)
     same = not different and not contents
     metadata = {key: {"a": pair[0], "b": pair[1]} for key, pair in contents.items()}
@@ -231,7 +229,7 @@ def prune(
         for checkpoints in checkpoint_locations(place):
             if not dry_run:
                 directory.restore_replaced(checkpoints)
-            newest, bad = directory.newest_verified(checkpoints)
+            newest, bad = directory.newest(checkpoints, check=directory.verify)
             if newest is None:
                 raise RunError(f"{no_checkpoint_message(path, [checkpoints], bad)} Nothing was removed there.")
             left = directory.leftovers(checkpoints)

@@ -47,15 +47,10 @@ def schedule(
     lines = [f"{chosen.name}: {chosen.stages} stages on {chosen.ranks} pipeline ranks, {chosen.micro_batches} micro-batches"]
     unit = _common_unit(forward, backward, weight)
     columns = round(timeline.stop / unit)
-    lines += (
-        schedule_text(timeline, unit)
-        if columns <= _MAX_COLUMNS
-        else [f"({columns} columns are too many to print; --png draws it)"]
-    )
-    lines += [
-        schedule_legend(chosen),
-        f"bubble: {idle:.1%} of the time, if forward, input backward and weight backward take {times}",
-    ]
+    too_wide = f"({columns} columns are too many to print; --png draws it)"
+    lines += [too_wide] if columns > _MAX_COLUMNS else schedule_text(timeline, unit)
+    lines.append(schedule_legend(chosen))
+    lines.append(f"bubble: {idle:.1%} of the time, if forward, input backward and weight backward take {times}")
     console.print("\n".join(lines), markup=False, soft_wrap=True)
     if png is not None:
         write_file(png, lambda: draw_schedule(chosen, timeline, png))

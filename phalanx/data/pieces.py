@@ -189,13 +189,12 @@ def _files(source: Source, kind: str) -> list[SourceFile]:
 def _of_lines(files: Sequence[SourceFile], size: int) -> Iterator[Piece]:
     """Byte ranges; a range has the lines that begin in it. A compressed file can only be read from its beginning."""
     for file in files:
-        whole = file.size is None or is_compressed(file.path) or is_web(file.path)
-        ends = [None] if whole else [*range(size, file.size or 0, size), file.size]
-        begin = 0
-        for end in ends:
-            length = (file.size or 0) if end is None else end - begin
-            yield Piece(paths=(file.path,), start=begin, stop=end, size=length)
-            begin = end or 0
+        if file.size is None or is_compressed(file.path) or is_web(file.path):
+            yield Piece(paths=(file.path,), size=file.size or 0)
+            continue
+        for begin in range(0, file.size, size):
+            end = min(begin + size, file.size)
+            yield Piece(paths=(file.path,), start=begin, stop=end, size=end - begin)
 
 
 def _of_documents(files: Sequence[SourceFile], size: int) -> Iterator[Piece]:

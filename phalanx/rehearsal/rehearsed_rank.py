@@ -89,11 +89,6 @@ def tiles(group: Group, spot: ParamShard, tensor: int) -> list[Box]:
     raise AssertionError(f"{spot} is split in a way that rehearsals do not support")
 
 
-def even_counts(counts_E: Tensor, rows: int) -> list[int]:
-    """Rows of each expert: `models/moe.Experts.read_counts` of a rehearsal."""
-    return _even(rows, len(counts_E))
-
-
 def _even(rows: int, parts: int) -> list[int]:
     return [rows // parts + (index < rows % parts) for index in range(parts)]
 
@@ -232,7 +227,7 @@ class Program:
         for part in sharded.parts:
             for module in part.modules():
                 if isinstance(module, Experts):
-                    module.read_counts = even_counts
+                    module.read_counts = lambda counts_E, rows: _even(rows, len(counts_E))
                 if hasattr(module, "work"):  # see `transforms/recompute`
                     module.work = tracker  # type: ignore[assignment]
         spec = self.run.model

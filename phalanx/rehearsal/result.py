@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -41,15 +40,6 @@ class Message:
     action: str
     times: int = 1
     """How often the whole step sends it."""
-
-
-def sums(messages: Iterable[Message]) -> dict[str, dict[str, int]]:
-    """Bytes by use and collective."""
-    by_use: dict[str, dict[str, int]] = {}
-    for message in messages:
-        row = by_use.setdefault(message.use, {})
-        row[message.collective] = row.get(message.collective, 0) + message.bytes * message.times
-    return by_use
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,7 +104,11 @@ class Rehearsal:
     @property
     def sent(self) -> dict[str, dict[str, int]]:
         """Bytes of a step by use and collective."""
-        return sums(self.messages)
+        by_use: dict[str, dict[str, int]] = {}
+        for message in self.messages:
+            row = by_use.setdefault(message.use, {})
+            row[message.collective] = row.get(message.collective, 0) + message.bytes * message.times
+        return by_use
 
     @property
     def tiers(self) -> dict[str, int]:

@@ -20,7 +20,6 @@ from phalanx.checkpointing.directory import (
     commit,
     list_checkpoints,
     newest,
-    newest_verified,
     prune,
     read_marker,
     verify,
@@ -69,8 +68,8 @@ def test_commit_writes_marker_files_and_name(tmp_path: Path) -> None:
 
 
 def test_newest_checkpoint_is_chosen_by_step_number(tmp_path: Path) -> None:
-    assert newest_verified(tmp_path / "none") == (None, [])
-    assert newest_verified(tmp_path) == (None, [])
+    assert newest(tmp_path / "none", check=verify) == (None, [])
+    assert newest(tmp_path, check=verify) == (None, [])
     for step in (99, 1234567890, 100, 7):  # one has outgrown its eight digits
         write(tmp_path, step)
     assert [path.name for path in list_checkpoints(tmp_path)] == [
@@ -79,7 +78,7 @@ def test_newest_checkpoint_is_chosen_by_step_number(tmp_path: Path) -> None:
         "step-00000099",
         "step-00000007",
     ]
-    assert newest_verified(tmp_path) == newest(tmp_path) == (open_location(tmp_path / "step-1234567890"), [])
+    assert newest(tmp_path, check=verify) == newest(tmp_path) == (open_location(tmp_path / "step-1234567890"), [])
 
 
 def no_marker(path: Path) -> None:
@@ -190,7 +189,7 @@ def test_a_damaged_checkpoint_is_named_and_skipped(damage: Callable[[Path], None
         write(tmp_path, step)
     damage(tmp_path / "step-00000003")
     damage(tmp_path / "step-00000004")
-    found, damaged = newest_verified(tmp_path)
+    found, damaged = newest(tmp_path, check=verify)
     assert found == open_location(tmp_path / "step-00000002")
     assert [Path(bad.path).name for bad in damaged] == ["step-00000004", "step-00000003"]
     for bad in damaged:
@@ -203,7 +202,7 @@ def test_a_damaged_checkpoint_is_named_and_skipped(damage: Callable[[Path], None
 def test_all_damaged_checkpoints_are_named_if_none_is_valid(tmp_path: Path) -> None:
     for step in (1, 2):
         truncated_file(write(tmp_path, step))
-    found, damaged = newest_verified(tmp_path)
+    found, damaged = newest(tmp_path, check=verify)
     assert found is None
     assert [Path(bad.path).name for bad in damaged] == ["step-00000002", "step-00000001"]
 
@@ -233,7 +232,7 @@ def test_unfinished_folders_are_ignored(tmp_path: Path) -> None:
     write(tmp_path, 1)
     for name in ("step-00000009.partial", "step-00000008.replaced.partial", "step-x", "other", "step-00000007.bak"):
         shutil.copytree(tmp_path / "step-00000001", tmp_path / name)
-    assert newest_verified(tmp_path) == (open_location(tmp_path / "step-00000001"), [])
+    assert newest(tmp_path, check=verify) == (open_location(tmp_path / "step-00000001"), [])
     assert list_checkpoints(tmp_path) == [open_location(tmp_path / "step-00000001")]
 
 
@@ -281,7 +280,7 @@ def test_prune_never_removes_the_checkpoint_just_saved(tmp_path: Path) -> None:
     last = open_location(write(tmp_path, 5))
     prune(tmp_path, 1, last)
     assert names(tmp_path) == ["step-00000005", "step-00000006"]
-    assert newest_verified(tmp_path)[0] == last
+    assert newest(tmp_path, check=verify)[0] == last
 
 
 def test_saving_a_step_again_replaces_its_checkpoint(tmp_path: Path) -> None:
@@ -290,7 +289,7 @@ def test_saving_a_step_again_replaces_its_checkpoint(tmp_path: Path) -> None:
         verify(tmp_path / "step-00000005")
     for _ in range(3):  # also where an earlier replacement was killed before it was tidied up
         verify(write(tmp_path, 5))
-        assert newest_verified(tmp_path) == (open_location(tmp_path / "step-00000005"), [])
+        assert newest(tmp_path, check=verify) == (open_location(tmp_path / "step-00000005"), [])
     prune(tmp_path, 2, open_location(tmp_path / "step-00000005"))
     assert names(tmp_path) == ["step-00000005"]
 
@@ -305,7 +304,7 @@ def test_a_file_named_like_a_checkpoint_is_replaced(tmp_path: Path) -> None:
 def test_a_checkpoint_renamed_to_a_later_step_is_damaged(tmp_path: Path) -> None:
     shutil.copytree(write(tmp_path, 2), tmp_path / "step-00000099")
     path = write(tmp_path, 4)
-    found, damaged = newest_verified(tmp_path)
+    found, damaged = newest(tmp_path, check=verify)
     assert found == open_location(path)
     assert [str(bad) for bad in damaged] == [
         f"{tmp_path / 'step-00000099'} is damaged: its commit.json is that of step 2: it was copied or renamed"
@@ -329,4 +328,4 @@ def test_commit_fails_if_tensor_bytes_do_not_add_up(tmp_path: Path) -> None:
     (partial / ABOUT).unlink()
     with pytest.raises(FileNotFoundError, match=ABOUT):
         commit(partial, 2, METADATA, 2)
-    assert newest_verified(tmp_path) == (open_location(tmp_path / "step-00000001"), [])
+    assert newest(tmp_path, check=verify) == (open_location(tmp_path / "step-00000001"), [])

@@ -124,7 +124,7 @@ def test_in_a_store_only_a_marker_makes_a_checkpoint(s3: Store) -> None:
     bucket, key, _ = unseen._fs.split_path(unseen._path)
     upload = unseen._fs.call_s3("create_multipart_upload", Bucket=bucket, Key=key)["UploadId"]
     unseen._fs.call_s3("upload_part", Bucket=bucket, Key=key, UploadId=upload, PartNumber=1, Body=BYTES)
-    newest, damaged = directory.newest_verified(place)
+    newest, damaged = directory.newest(place, check=directory.verify)
     assert newest == directory.step_dir(place, 3) and damaged == []
     assert place.unfinished() == ["step-00000004"]
     saved = written(place, 5, 5)
@@ -140,7 +140,7 @@ def test_a_damaged_object_is_named_and_skipped(s3: Store) -> None:
     contents = bytearray(file.read())
     contents[-1] ^= 1
     format.write_file(file, [bytes(contents)])
-    newest, damaged = directory.newest_verified(place)
+    newest, damaged = directory.newest(place, check=directory.verify)
     assert newest == good
     assert [(one.path, format.rank_file_name(0, 1) in one.reason) for one in damaged] == [(str(bad), True)]
 

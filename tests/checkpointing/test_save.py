@@ -18,7 +18,7 @@ from ranks import ALONE, copied, differing, run_ranks, tiny_run, tiny_trainer
 from torch import Tensor
 
 from phalanx.checkpointing import directory, location
-from phalanx.checkpointing.directory import DamagedCheckpoint, newest_verified
+from phalanx.checkpointing.directory import DamagedCheckpoint, newest, verify
 from phalanx.checkpointing.location import Local, open_location
 from phalanx.checkpointing.restore import load
 from phalanx.parallel.mesh import Mesh
@@ -117,7 +117,7 @@ def test_a_run_behind_a_damaged_checkpoint_keeps_its_own_save(tmp_path: Path) ->
     path = Path(trainer.save().path)
     trainer.close()
     assert path == tmp_path / "step-00000003"
-    assert newest_verified(tmp_path)[0] == open_location(path)
+    assert newest(tmp_path, check=verify)[0] == open_location(path)
 
 
 def _forked(work: Callable[[], NoReturn]) -> int:
@@ -207,7 +207,7 @@ def test_a_save_killed_between_any_two_writes_leaves_the_old_or_the_new(tmp_path
     saved(tmp_path, 1, state(1), {"value": 1}, ALONE)
     for call in itertools.count():
         killed = killed_at(call, lambda: saved(tmp_path, 2, state(2), {"value": 2}, ALONE))
-        found, damaged = newest_verified(tmp_path)
+        found, damaged = newest(tmp_path, check=verify)
         assert damaged == []
         assert found is not None and found in check_all(tmp_path)
         if not killed:

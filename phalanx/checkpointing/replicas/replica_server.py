@@ -133,7 +133,7 @@ class ReplicaServer:
             "reserve": self._reserve,
             "seal": self._seal,
             "list": self._list,
-            "discard": self._discard,
+            "discard": lambda message: self.slots.discard(int(message["before"])),
             "peers": self._set_peer,
         }
         # For this node's workers. Only this user can read the folder.
@@ -267,9 +267,6 @@ class ReplicaServer:
     def _list(self, message: Message) -> Message:
         copies = [copy.to_json() for copy in self.slots.copies()]
         return {"node": self.node, "folder": str(self.slots.folder), "machine": machine_id(), "copies": copies}
-
-    def _discard(self, message: Message) -> None:
-        self.slots.discard(int(message["before"]))
 
     def _set_peer(self, message: Message) -> None:
         """Given the nodes that are alive: the next one in the ring receives this node's copies from now on."""
