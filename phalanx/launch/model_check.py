@@ -66,7 +66,9 @@ def memory_problems(run: Run, plan: Plan, machine: Machine) -> list[str]:
         "gpu": machine.gpus[0].name if machine.gpus else "",
     }
     try:
-        answer: dict[str, Any] = ask_python(python_command("phalanx.rehearsal.rehearse"), _REHEARSAL_SECONDS, json.dumps(question))
+        answer: dict[str, Any] = ask_python(
+            python_command("phalanx.rehearsal.rehearse"), _REHEARSAL_SECONDS, json.dumps(question)
+        )
     except OSError:
         answer = {"problems": []}
     if "problems" in answer:
