@@ -8,6 +8,8 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 from phalanx.checkpointing import directory
 from phalanx.checkpointing.format import BLOCK, FileRecord, file_checksum, sidecar_name, write_file
@@ -19,80 +21,118 @@ from phalanx.spec.errors import PhalanxError
 _SHORT_POLL, _LONG_POLL = 0.05, 2.0  # seconds between two looks at rank 0's decisions: soon after an event, and later
 
 
-class Uploader:
+@dataclass(frozen=True)
+class Job:
+    """What is done in the background with a complete checkpoint."""
+
+    checkpoint: Location
+
+    @property
+    def step(self) -> int:
+        return directory.step_of(self.checkpoint) or 0
+
+
+J = TypeVar("J", bound=Job)
+
+
+class NewestFirst(Generic[J]):
+    """Jobs in a thread, one at a time. Of those that wait, the newest is next and older ones are skipped. A subclass starts the thread."""
+
+    def __init__(self, name: str):
+        self._changed = threading.Condition()
+        self._waiting: J | None = None
+        self._running: J | None = None
+        self._ended: list[Event] = []
+        self._closing = False
+        self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
+
+    def _do(self, job: J) -> Event:
+        raise NotImplementedError
+
+    def _skip(self, older: J, newer: J) -> None:
+        """`newer` takes the place of a job that waits. Called with the lock taken."""
+
+    def _put(self, job: J) -> None:
+        with self._changed:
+            if self._waiting is not None:
+                self._skip(self._waiting, job)
+            self._waiting = job
+            self._changed.notify_all()
+
+    @property
+    def in_use(self) -> set[str]:
+        """Names of checkpoints that must stay for now."""
+        with self._changed:
+            return {job.checkpoint.name for job in (self._waiting, self._running) if job is not None}
+
+    def ended(self) -> list[Event]:
+        """What has ended since the last call; known on rank 0."""
+        with self._changed:
+            ended, self._ended = self._ended, []
+        return ended
+
+    def wait(self) -> list[Event]:
+        """On rank 0: wait until nothing is left to do."""
+        with self._changed:
+            self._changed.wait_for(lambda: (self._waiting is None and self._running is None) or not self._thread.is_alive())
+        return self.ended()
+
+    def close(self) -> None:
+        """Give up what is in progress: the checkpoint remains."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        if self._thread.is_alive():
+            self._thread.join(timeout=30)
+
+    def _serve(self) -> None:
+        """The thread."""
+        while (job := self._next()) is not None:
+            event = self._do(job)
+            with self._changed:
+                self._ended.append(event)
+
+    def _next(self) -> J | None:
+        with self._changed:
+            self._running = None
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._waiting is not None or self._closing)
+            if not self._closing:
+                self._running, self._waiting = self._waiting, None
+            return self._running
+
+
+@dataclass(frozen=True)
+class _Upload(Job):
+    skipped: list[int] = field(default_factory=list)
+    """Steps that are not uploaded because this one was saved before their turn had come."""
+
+
+class Uploader(NewestFirst[_Upload]):
     """The uploads of one run, on one rank."""
 
     def __init__(self, source: Location, target: Location, ranks: Ranks, retain: Callable[[Location], None]):
         """`retain`: called by rank 0 with each checkpoint that is complete at the target, to remove older ones."""
+        super().__init__("uploads")
         self._source, self._target, self._ranks, self._retain = source, target, ranks, retain
-        self._changed = threading.Condition()
-        self._waiting: int | None = None
-        self._running: int | None = None
-        self._skipped: list[int] = []
-        self._ended: list[Event] = []
-        self._closing = False
         # The store may have counted uploads of an earlier trainer. All ranks ask before any of them can start one.
         self._number = ranks.broadcast_object(ranks.store_add("uploads", 0) if ranks.rank == 0 else None)
-        work = self._lead if ranks.rank == 0 else self._follow
-        self._thread = threading.Thread(target=work, name="uploads", daemon=True)
         self._thread.start()
 
-    def saved(self, step: int) -> None:
+    def on_saved(self, checkpoint: Location) -> None:
         """On rank 0: a checkpoint is complete at the source."""
-        with self._changed:
-            if self._waiting is not None:
-                self._skipped.append(self._waiting)
-            self._waiting = step
-            self._changed.notify_all()
+        self._put(_Upload(checkpoint))
+
+    def _skip(self, older: _Upload, newer: _Upload) -> None:
+        newer.skipped.extend((*older.skipped, older.step))
 
     def expect(self) -> None:
         """A save begins, so an upload will follow."""
         with self._changed:
             self._changed.notify_all()
 
-    @property
-    def in_use(self) -> set[str]:
-        """Names of checkpoints that must stay at the source for now."""
-        with self._changed:
-            return {directory.step_dir(self._source, step).name for step in (self._waiting, self._running) if step is not None}
-
-    def ended(self) -> list[Event]:
-        """The uploads that have ended since the last call; known on rank 0."""
-        with self._changed:
-            ended, self._ended = self._ended, []
-        return ended
-
-    def wait(self) -> list[Event]:
-        """On rank 0: wait until nothing is left to upload."""
-        with self._changed:
-            self._changed.wait_for(lambda: (self._waiting is None and self._running is None) or not self._thread.is_alive())
-        return self.ended()
-
-    def close(self) -> None:
-        """Give up the upload in progress: the checkpoint is still at the source."""
-        with self._changed:
-            self._closing = True
-            self._changed.notify_all()
-        self._thread.join(timeout=30)
-
-    def _lead(self) -> None:
-        """Rank 0's thread."""
-        while True:
-            with self._changed:
-                self._running = None
-                self._changed.notify_all()
-                self._changed.wait_for(lambda: self._waiting is not None or self._closing)
-                if self._closing:
-                    return
-                step, self._running, self._waiting = self._waiting, self._waiting, None
-                skipped, self._skipped = self._skipped, []
-            assert step is not None
-            event = self._upload(step, skipped)
-            with self._changed:
-                self._ended.append(event)
-
-    def _upload(self, step: int, skipped: list[int]) -> Uploaded | UploadFailed:
-        started, target = time.perf_counter(), directory.step_dir(self._target, step)
+    def _do(self, job: _Upload) -> Uploaded | UploadFailed:
+        started, step, target = time.perf_counter(), job.step, directory.step_dir(self._target, job.step)
         try:
             folder = directory.begin(self._target, step)
             self._number += 1
@@ -103,7 +143,7 @@ class Uploader:
                 raise PhalanxError("the run has ended")
             if (failures := ballot.failures()) is not None:
                 raise PhalanxError(failures)
-            directory.publish(folder, (directory.step_dir(self._source, step) / directory.MARKER).read())
+            directory.publish(folder, (job.checkpoint / directory.MARKER).read())
         except Exception as error:
             return UploadFailed(step=step, url=str(target), reason=failure_text(error))
         try:
@@ -112,10 +152,12 @@ class Uploader:
             reason = f"it is complete, but what it replaces cannot be removed: {failure_text(error)}"
             return UploadFailed(step=step, url=str(target), reason=reason)
         seconds = time.perf_counter() - started
-        return Uploaded(step=step, url=str(target), bytes=ballot.bytes, seconds=seconds, skipped=skipped)
+        return Uploaded(step=step, url=str(target), bytes=ballot.bytes, seconds=seconds, skipped=job.skipped)
 
-    def _follow(self) -> None:
-        """The other ranks' thread: does what rank 0 has decided."""
+    def _serve(self) -> None:
+        """On other ranks than 0, does what rank 0 has decided."""
+        if self._ranks.rank == 0:
+            return super()._serve()
         pause = _SHORT_POLL
         while not self._closing:
             if self._ranks.store_add("uploads", 0) > self._number:

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 from phalanx.events.records import FaultInjected
+from phalanx.events.rundir import replace_file
 from phalanx.faults.grammar import Fault
 
 
@@ -72,9 +73,7 @@ def fill_disk(run_dir: Path, seconds: float) -> None:
     """Simulate a full disk for `seconds` from now. It ends by itself, even if all processes die."""
     flag = _flag(run_dir)
     flag.parent.mkdir(parents=True, exist_ok=True)
-    partial = flag.with_name(flag.name + ".partial")
-    partial.write_text(repr(time.time() + seconds))
-    partial.replace(flag)
+    replace_file(flag, repr(time.time() + seconds))
 
 
 def fault_record(fault: Fault, step: int) -> FaultInjected:

@@ -1,4 +1,4 @@
-"""The directory of a run: paths and the lock. docs/run-directory.md is the contract for readers."""
+"""The directory of a run: paths, the lock, and files that are replaced whole. docs/run-directory.md is the contract for readers."""
 
 from __future__ import annotations
 
@@ -54,3 +54,10 @@ class RunDir:
     def rank_error_file(self, rank: int) -> Path:
         """Failure report that the rank writes itself."""
         return self.logs / f"rank-{rank}.error.json"
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Write a file atomically, so that nobody reads half of it."""
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_text(text, encoding="utf-8")
+    os.replace(partial, path)

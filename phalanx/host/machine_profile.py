@@ -8,12 +8,12 @@ folder. `host/probe` reads it into the Machine, so that every plan for this mach
 
 from __future__ import annotations
 
-import os
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from phalanx.events.rundir import replace_file
 from phalanx.host.env import config_folder
 from phalanx.spec.errors import toml
 from phalanx.spec.json_value import Json
@@ -57,9 +57,7 @@ def write_profile(
     for row in measured:
         lines += ["", "[[measured]]", *(f"{name} = {toml(value)}" for name, value in row.items() if value is not None)]
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
-    partial.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    os.replace(partial, path)
+    replace_file(path, "\n".join(lines) + "\n")
     return path
 
 

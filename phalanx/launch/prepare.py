@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING
 
 from phalanx.checkpointing import directory
 from phalanx.checkpointing.location import open_location
-from phalanx.checkpointing.replicas.shm_slots import replace_file
 from phalanx.data.dataset import Dataset, open_dataset
 from phalanx.events.log import read_events
 from phalanx.events.records import Finished
-from phalanx.events.rundir import RunDir
+from phalanx.events.rundir import RunDir, replace_file
 from phalanx.host.probe import this_machine
 from phalanx.launch import run_checks
 from phalanx.launch.model_check import check_weights, measure, memory_problems

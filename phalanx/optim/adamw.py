@@ -1,7 +1,7 @@
 """AdamW, with states on the device, or with master weights and moments in host memory or in a file if `memory.offload` asks for it.
 The default optimizer.
 
-The fused kernel needs all tensors in fp32: bf16 gradients or moments pass through it in fp32, a bounded chunk at a time.
+torch's fused kernel divides gradients and skips a step by itself, without waiting for the host. It needs all tensors in fp32: bf16 gradients or moments pass through it in fp32, a bounded chunk at a time.
 
 With offloading, the device keeps the model's parameters. Gradients are copied to the host, torch's fused CPU kernel updates the masters,
 and new values are copied to the device. On a GPU, copies of other chunks overlap with the update, and so do reads and writes of the file.
@@ -18,10 +18,11 @@ import torch
 from torch import Tensor
 
 from phalanx import accelerator
-from phalanx.optim.fused_adamw import MOMENTS, Chunk, KernelRow, fused_adamw, split_chunks, weight_decay
 from phalanx.optim.offload_stores import (
     ALIGNED,
+    MOMENTS,
     Allocate,
+    Chunk,
     FileStore,
     HostBuffer,
     HostStore,
@@ -29,6 +30,7 @@ from phalanx.optim.offload_stores import (
     Store,
     describe_failure,
     element_bytes,
+    split_chunks,
     trim,
 )
 from phalanx.optim.optimizer import (
@@ -49,6 +51,38 @@ _DEVICE_CHUNK, _HOST_CHUNK = 1 << 24, 1 << 18
 """Elements converted at a time: enough to keep a GPU busy; few enough to stay in the cache of a CPU core."""
 _OFFLOAD_CHUNK = 1 << 22
 """Elements copied at a time if all offloaded states are in memory."""
+
+KernelRow = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+"""One tensor's value, gradient, two moments, and number of steps, which counts the present one already."""
+
+
+def fused_adamw(rows: list[KernelRow], weight_decay: float, update: Update) -> None:
+    """torch.optim.AdamW(fused=True) on fp32 tensors. Leaves gradients divided."""
+    if not rows:
+        return
+    values, gradients, means, squares, steps = map(list, zip(*rows, strict=True))
+    torch._fused_adamw_(
+        values,
+        gradients,
+        means,
+        squares,
+        [],
+        steps,
+        lr=update.learning_rate,
+        beta1=update.spec.beta1,
+        beta2=update.spec.beta2,
+        weight_decay=weight_decay,
+        eps=update.spec.eps,
+        amsgrad=False,
+        maximize=False,
+        grad_scale=update.divisor,
+        found_inf=update.skip,
+    )
+
+
+def weight_decay(param: OwnedParam, spec: OptimizerSpec) -> float:
+    """Matrices decay, norms and biases do not; the shape of the whole parameter decides, not that of the shard."""
+    return spec.weight_decay if len(param.shard.slice.whole) >= 2 else 0.0
 
 
 class AdamW(ParamOptimizer):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from phalanx.checkpointing.state_tensor import OffloadedTensor, StateTensor
-from phalanx.optim.fused_adamw import split_chunks
+from phalanx.optim.offload_stores import split_chunks
 from phalanx.optim.optimizer import State, StateBytes, flat, replica_group, state_tensor
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.sharded_model import OwnedParam, ParamShard

@@ -1,5 +1,6 @@
-"""Where offloaded master weights and moments are kept: in host memory, or in one scratch file per rank, read and written in chunks. A scratch
-file means something only to the process that created it: after a crash, the next one fills its own file from the checkpoint."""
+"""Chunks of tensors, for optimizers that cannot have all of them in memory, or in fp32, at once; and where offloaded master weights and
+moments are kept: in host memory, or in one scratch file per rank, read and written in chunks. A scratch file means something only to the
+process that created it: after a crash, the next one fills its own file from the checkpoint."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ import mmap
 import os
 import shutil
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import accumulate
@@ -23,7 +24,6 @@ import torch
 from torch import Tensor
 
 from phalanx import accelerator
-from phalanx.optim.fused_adamw import MOMENTS, Chunk, Run
 from phalanx.optim.optimizer import StateBytes
 from phalanx.spec.errors import RunFailed
 
@@ -31,7 +31,70 @@ BLOCK = 4096
 """Direct reads and writes begin and end at multiples of this many bytes, in the file and in memory."""
 ALIGNED = BLOCK // 2
 """Elements of two or four bytes that fill whole blocks: the size of every chunk in a file is a multiple."""
+MOMENTS = ("exp_avg", "exp_avg_sq")
 _SLOTS = 3  # one is read ahead, one is updated, one is written back
+
+
+STRIDE = 64
+"""Tensors are cut at multiples of this many elements, and every run begins at a multiple in its chunk. Fused kernels compute the last few
+elements of a tensor, those that do not fill a vector, with other instructions, whose results differ in the last bit. Cut at such
+multiples, every element is computed as in the whole tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Consecutive elements of one flattened tensor."""
+
+    index: int
+    """Index of the tensor."""
+    first: int
+    length: int
+    start: int
+    """Where the run begins in its chunk."""
+
+    def of(self, flat: Tensor) -> Tensor:
+        """The run in its tensor."""
+        return flat.narrow(0, self.first, self.length)
+
+    def within(self, buffer: Tensor) -> Tensor:
+        """The run in a buffer that holds its chunk."""
+        return buffer.narrow(0, self.start, self.length)
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    runs: tuple[Run, ...]
+    size: int
+    """Elements, with the gaps between tensors."""
+
+
+def split_chunks(lengths: Sequence[int], limit: int, multiple: int = STRIDE) -> list[Chunk]:
+    """Splits tensors of these lengths, in order, into chunks of at most `limit` elements, each a multiple of `multiple`.
+
+    A tensor is cut only where its chunk is full, so in a sequence of chunks each tensor is contiguous.
+    """
+    assert multiple % STRIDE == 0
+    limit = max(limit // multiple, 1) * multiple
+    chunks: list[Chunk] = []
+    runs: list[Run] = []
+    used = 0
+    for index, length in enumerate(lengths):
+        first = 0
+        while first < length:
+            if used == limit:
+                chunks.append(Chunk(tuple(runs), used))
+                runs, used = [], 0
+            taken = min(length - first, limit - used)
+            runs.append(Run(index, first, taken, used))
+            first += taken
+            used += _round_up(taken, STRIDE)
+    if runs:
+        chunks.append(Chunk(tuple(runs), _round_up(used, multiple)))
+    return chunks
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
 
 
 class HostBuffer:

@@ -13,20 +13,21 @@ import os
 import shutil
 import subprocess
 import sys
-import threading
 import time
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from phalanx.checkpointing.directory import PARTIAL, step_of
+from phalanx.checkpointing.directory import PARTIAL
 from phalanx.checkpointing.hf_folder import ReferenceLogits
 from phalanx.checkpointing.location import Location
+from phalanx.checkpointing.upload import Job, NewestFirst
 from phalanx.data.pack import Batch
 from phalanx.events.records import Event, Exported, ExportFailed
 from phalanx.parallel.sharded_model import ShardedModel
@@ -43,9 +44,8 @@ _PROMPT_TOKENS = 16
 """Tokens of the prompt, or the fewest that the layout can divide; at most as many rows of logits are kept."""
 
 
-class _Job(NamedTuple):
-    step: int
-    checkpoint: Location
+@dataclass(frozen=True)
+class _Export(Job):
     target: Path
     reference: ReferenceLogits
     requested: float
@@ -54,22 +54,19 @@ class _Job(NamedTuple):
         return ExportFailed(step=self.step, path=str(self.target), reason=reason)
 
 
-class Exports:
+class Exports(NewestFirst[_Export]):
     """The exports of one run, in one folder."""
 
     def __init__(self, folder: Path, *, enabled: bool = True):
         """Not `enabled`: expects nothing, and so exports nothing."""
+        super().__init__("exports")
         self._folder, self._enabled = folder, enabled
-        self._lock = threading.Lock()
         self._expected: dict[int, ReferenceLogits] = {}
-        self._waiting: _Job | None = None
-        self._running: _Job | None = None
-        self._thread: threading.Thread | None = None
         self._process: subprocess.Popen[str] | None = None
-        self._closed = False
-        self._events: list[Event] = []
-        for leftover in folder.glob(f"*{PARTIAL}") if enabled else ():  # of a process that was killed
-            _remove(leftover)
+        if enabled:
+            for leftover in folder.glob(f"*{PARTIAL}"):  # of a process that was killed
+                _remove(leftover)
+            self._thread.start()
 
     def has(self, name: str) -> bool:
         """Whether the checkpoint of this name has been exported."""
@@ -78,31 +75,21 @@ class Exports:
     def expect(self, step: int, reference: ReferenceLogits) -> None:
         """Sets the logits of the model whose save begins now."""
         if self._enabled:
-            with self._lock:
+            with self._changed:
                 self._expected[step] = reference
 
     def on_saved(self, checkpoint: Location) -> None:
         """Exports a complete checkpoint. Called from the saver's thread."""
-        step = step_of(checkpoint)
-        assert step is not None, f"{checkpoint} is named after a step"
-        with self._lock:
+        step = Job(checkpoint).step
+        with self._changed:
             reference = self._expected.pop(step, None)
             self._expected = {later: logits for later, logits in self._expected.items() if later > step}
-            if reference is None or self._closed:
-                return
-            if self._waiting is not None:
-                reason = f"step {step} was saved before its turn had come: exports take longer than the time between saves"
-                self._events.append(self._waiting.failed(reason))
-            self._waiting = _Job(step, checkpoint, self._folder / checkpoint.name, reference, time.perf_counter())
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._work, name="exports", daemon=True)
-                self._thread.start()
+        if reference is not None:
+            self._put(_Export(checkpoint, self._folder / checkpoint.name, reference, time.perf_counter()))
 
-    @property
-    def protected(self) -> set[str]:
-        """Names of checkpoints that must not be pruned yet."""
-        with self._lock:
-            return {job.checkpoint.name for job in (self._waiting, self._running) if job is not None}
+    def _skip(self, older: _Export, newer: _Export) -> None:
+        reason = f"step {newer.step} was saved before its turn had come: exports take longer than the time between saves"
+        self._ended.append(older.failed(reason))
 
     def on_pruned(self, names: list[str]) -> None:
         """Removes the exports of checkpoints that were removed."""
@@ -110,46 +97,20 @@ class Exports:
             _remove(self._folder / name)
             _remove(self._folder / f"{name}{LOGITS}")
 
-    def ended(self) -> list[Event]:
-        """Events since the last call."""
-        with self._lock:
-            events, self._events = self._events, []
-        return events
-
-    def wait(self) -> list[Event]:
-        """Waits until no export is running."""
-        self._join()
-        return self.ended()
-
     def close(self) -> None:
-        """Cancels what is running."""
-        with self._lock:
-            self._closed, self._waiting = True, None
+        with self._changed:
+            self._closing = True
             if self._process is not None:
                 self._process.kill()
-        self._join()
+        super().close()
 
-    def _join(self) -> None:
-        while (thread := self._thread) is not None:
-            thread.join()
+    def _do(self, job: _Export) -> Event:
+        try:
+            return self._export(job)
+        except OSError as error:
+            return job.failed(str(error))
 
-    def _work(self) -> None:
-        """The thread: runs until no job waits. The process that it starts dies with this thread."""
-        while True:
-            with self._lock:
-                job, self._waiting = self._waiting, None
-                self._running = job
-                if job is None:
-                    self._thread = None
-                    return
-            try:
-                event = self._export(job)
-            except OSError as error:
-                event = job.failed(str(error))
-            with self._lock:
-                self._events.append(event)
-
-    def _export(self, job: _Job) -> Event:
+    def _export(self, job: _Export) -> Event:
         target = job.target
         logits, partial = target.with_name(f"{target.name}{LOGITS}"), target.with_name(f"{target.name}{LOGITS}{PARTIAL}")
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -170,8 +131,8 @@ class Exports:
         """Runs the export process; returns the JSON on its last line, or why there is none."""
         # -P: a file in the working directory with the name of a module must not shadow it.
         command = [sys.executable, "-P", "-m", "phalanx.evaluation.export_process", *arguments]
-        with self._lock:
-            if self._closed:
+        with self._changed:
+            if self._closing:
                 return {"error": "the run has ended"}
             # A session of its own: Ctrl-C is for the launcher, which asks the ranks to stop.
             self._process = subprocess.Popen(
@@ -183,7 +144,7 @@ class Exports:
                 start_new_session=True,
             )
         output, errors = self._process.communicate()
-        with self._lock:
+        with self._changed:
             code, self._process = self._process.returncode, None
         result: dict[str, Any] = {}
         with suppress(ValueError, IndexError):

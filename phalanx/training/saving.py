@@ -63,7 +63,8 @@ class Checkpointer(StepHook):
         self._copy_every = run.checkpoint.memory_every or mesh.place.copy_every or 0
         self._copies = [_memory_copies(run, mesh)] if self._copy_every and mesh.place.replica_folder is not None else []
         self._background: list[Saver | MemoryCopies | Exports | Uploader]
-        self._background = [self._saver, *self._copies, self._exports, *self._uploads]
+        self._after_save: list[Exports | Uploader] = [self._exports, *self._uploads]
+        self._background = [self._saver, *self._copies, *self._after_save]
         self._newest: Location | None = None
         self.step: int | None = None
         """Step of the newest checkpoint, the same on all ranks."""
@@ -148,9 +149,7 @@ class Checkpointer(StepHook):
         broadcast = self._mesh.slow_broadcast(_EXPORT_TIMEOUT)
         ended: list[Event] = []
         if self._mesh.rank == 0:
-            ended = self._exports.wait()
-            for uploads in self._uploads:
-                ended += uploads.wait()
+            ended = [event for jobs in self._after_save for event in jobs.wait()]
             if self._uploaded is not None:
                 with suppress(OSError):  # then the next run prunes
                     self._prune_remote(self._uploaded)
@@ -167,23 +166,17 @@ class Checkpointer(StepHook):
     def _on_saved(self, checkpoint: Location) -> None:
         """Called on rank 0, in the saver's thread, when a checkpoint is complete."""
         self._newest = checkpoint
-        self._exports.on_saved(checkpoint)  # before pruning: exports protect their checkpoints
-        self._upload(checkpoint)
+        for jobs in self._after_save:
+            jobs.on_saved(checkpoint)  # before pruning: they protect their checkpoints
         self._prune(checkpoint)
 
-    def _upload(self, checkpoint: Location) -> None:
-        step = directory.step_of(checkpoint)
-        assert step is not None, f"{checkpoint} is named after a step"
-        for uploads in self._uploads:
-            uploads.saved(step)
-
     def _prune(self, newest: Location) -> None:
-        protected = self._exports.protected.union(*(uploads.in_use for uploads in self._uploads))
+        protected = {name for jobs in self._after_save for name in jobs.in_use}
         spec = self._run.checkpoint
         self._exports.on_pruned(directory.prune(self._location, spec.keep_last, newest, spec.keep_every, protected))
 
     def _prune_remote(self, uploaded: Location) -> None:
-        protected, spec = self._exports.protected, self._run.checkpoint  # an export may read from the URL
+        protected, spec = self._exports.in_use, self._run.checkpoint  # an export may read from the URL
         self._uploaded = uploaded if protected else None
         directory.prune(self._locations[1], spec.keep_last, uploaded, spec.keep_every, protected)
 
@@ -221,9 +214,11 @@ class Checkpointer(StepHook):
             # An in-memory copy is no checkpoint: a state restored from one must still be saved.
             self.step = None if isinstance(chosen, MemoryLocation) else progress.step
             self._newest = chosen if resumes else None
-            for remote in self._locations[1:] if self._mesh.rank == 0 and resumes else ():
+            for remote, uploads in (
+                zip(self._locations[1:], self._uploads, strict=True) if self._mesh.rank == 0 and resumes else ()
+            ):
                 if chosen.parent == self._location and directory.MARKER not in (remote / chosen.name).entries():
-                    self._upload(chosen)  # the run that saved it has ended before it was uploaded
+                    uploads.on_saved(chosen)  # the run that saved it has ended before it was uploaded
             seconds = time.perf_counter() - started
             return progress, [*events, Restored(step=progress.step, path=str(chosen), seconds=seconds)]
 

@@ -12,6 +12,7 @@ import threading
 import traceback
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
 from itertools import chain
@@ -32,7 +33,7 @@ from phalanx.events.fault_log import FaultClaims
 from phalanx.events.heartbeat import Heartbeat
 from phalanx.events.log import EventLog, recorded_steps
 from phalanx.events.records import Evaluated, Event, Finished, Step, StepSkipped, Stopped, WorkerStarted
-from phalanx.events.rundir import RunDir
+from phalanx.events.rundir import RunDir, replace_file
 from phalanx.faults.grammar import parse
 from phalanx.parallel.mesh import Mesh, abandoned, connect, disconnect
 from phalanx.recovery.diagnose import HangReport
@@ -292,13 +293,8 @@ class Rank(RankProgram):
     def _fail(self, error: BaseException) -> None:
         """Report why this rank fails, to the agent and in a file."""
         failure = rank_failure(error)
-        path = self._rundir.rank_error_file(self._rank)
-        unfinished = path.with_suffix(".partial")  # renamed when complete, so that nobody reads half of it
-        try:
-            unfinished.write_text(json.dumps(asdict(failure)))
-            os.replace(unfinished, path)
-        except OSError:
-            pass  # the disk is full; the agent gets the report all the same
+        with suppress(OSError):  # the disk is full; the agent gets the report all the same
+            replace_file(self._rundir.rank_error_file(self._rank), json.dumps(asdict(failure)))
         self._control.report(protocol.RankFailed(generation=self._control.generation, failure=failure))
 
 

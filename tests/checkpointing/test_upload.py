@@ -44,7 +44,7 @@ def uploader(near: Location, far: Location) -> Iterator[Uploader]:
 
 def test_an_uploaded_checkpoint_equals_its_source(uploader: Uploader, near: Location, far: Location) -> None:
     saved = written(near, 7)
-    uploader.saved(7)
+    uploader.on_saved(directory.step_dir(near, 7))
     (upload,) = uploader.wait()
     assert isinstance(upload, Uploaded) and (upload.step, upload.url) == (7, str(directory.step_dir(far, 7)))
     arrived = directory.step_dir(far, 7)
@@ -69,10 +69,10 @@ def test_the_newest_waiting_checkpoint_is_uploaded_next(
         return write(*given)  # type: ignore[arg-type]
 
     monkeypatch.setattr(upload, "write_file", held_up)
-    uploader.saved(1)
+    uploader.on_saved(directory.step_dir(near, 1))
     assert begun.wait(20)
-    uploader.saved(2)
-    uploader.saved(3)
+    uploader.on_saved(directory.step_dir(near, 2))
+    uploader.on_saved(directory.step_dir(near, 3))
     assert uploader.in_use == {"step-00000001", "step-00000003"}
     go_on.set()
     assert [(upload.step, upload.skipped) for upload in uploader.wait() if isinstance(upload, Uploaded)] == [(1, []), (3, [2])]
@@ -86,7 +86,7 @@ def test_damaged_files_are_not_uploaded(uploader: Uploader, near: Location, far:
     contents = bytearray(file.read())
     contents[-1] ^= 1
     format.write_file(file, [bytes(contents)])
-    uploader.saved(4)
+    uploader.on_saved(directory.step_dir(near, 4))
     (upload,) = uploader.wait()
     assert isinstance(upload, UploadFailed) and format.rank_file_name(0, 1) in upload.reason
     assert directory.newest(far)[0] is None

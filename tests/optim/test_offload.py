@@ -17,8 +17,7 @@ from ranks import ALONE, copied, differing, run_ranks, tiny_run, tiny_trainer
 from torch import Tensor, nn
 
 from phalanx.optim.adamw import OffloadedAdamW
-from phalanx.optim.fused_adamw import split_chunks
-from phalanx.optim.offload_stores import FileStore, ScratchFile
+from phalanx.optim.offload_stores import FileStore, ScratchFile, split_chunks
 from phalanx.optim.optimizer import Optimizer, Resources
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.sharded_model import OwnedParam, ParamShard

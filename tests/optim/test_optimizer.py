@@ -14,7 +14,7 @@ from optim.holding import ADAMW, MUON, NO, ONE, YES, everything, give_gradients,
 from ranks import copied, differing, tiny_run
 from torch import nn
 
-from phalanx.optim.fused_adamw import split_chunks
+from phalanx.optim.offload_stores import split_chunks
 from phalanx.optim.optimizer import (
     Optimizer,
     OptimizerKind,

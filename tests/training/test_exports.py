@@ -85,13 +85,13 @@ def test_exports_run_one_at_a_time_and_the_newest_is_next(tmp_path: Path, monkey
         exports.on_saved(step_dir(tmp_path / "checkpoints", step))
         if step == 10:
             assert gate.begun.acquire(timeout=60)
-    assert exports.protected == {"step-00000010", "step-00000030"}
+    assert exports.in_use == {"step-00000010", "step-00000030"}
     (skipped,) = exports.ended()
     assert isinstance(skipped, ExportFailed) and skipped.step == 20 and "step 30 was saved" in skipped.reason
     gate.go.release(2)
     done = exports.wait()
     assert [(event.step, event.difference) for event in done if isinstance(event, Exported)] == [(10, 1e-7), (30, 1e-7)]
-    assert exports.protected == set() and exports.has("step-00000030") and not exports.has("step-00000020")
+    assert exports.in_use == set() and exports.has("step-00000030") and not exports.has("step-00000020")
     names = {path.name for path in (tmp_path / "hf").iterdir()}
     assert names == {f"step-000000{step}{end}" for step in (10, 30) for end in ("", ".logits")}
     exports.on_pruned(["step-00000010"])

@@ -31,9 +31,10 @@ from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
 from phalanx.checkpointing.format import BLOCK
-from phalanx.checkpointing.replicas.shm_slots import ADDRESS, SLOTS, RankCopy, SlotDir, machine_id, replace_file
+from phalanx.checkpointing.replicas.shm_slots import ADDRESS, SLOTS, RankCopy, SlotDir, machine_id
 from phalanx.events import frames
 from phalanx.events.frames import Address
+from phalanx.events.rundir import replace_file
 
 _CHECKSUM_THREADS = 2  # per copy: the cores are for training
 _MAX_UNPROVEN = 64  # connections that have not proved the token yet

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.checkpointing.format import SUFFIX, RunMetadata, Sidecar
+from phalanx.events.rundir import replace_file
 
 SLOTS = ("a", "b")
 HANDOFF_SLOT = "h"
@@ -148,13 +149,6 @@ class SlotDir:
 def _sealed_step(seal: Path, inode: int, changed: int) -> int:
     """The step in a seal. A new seal has another inode or time."""
     return int(json.loads(seal.read_text())["step"])
-
-
-def replace_file(path: Path, text: str) -> None:
-    """Write a file atomically."""
-    partial = path.with_suffix(".partial")
-    partial.write_text(text)
-    os.replace(partial, path)
 
 
 def free_bytes(folder: Path) -> int:
