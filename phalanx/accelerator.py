@@ -153,17 +153,12 @@ class Meta(Accelerator):
         return torch.device("meta")
 
 
-_KINDS: dict[str, Accelerator] = {}
+_KINDS = {kind.type: kind for kind in (Accelerator(), Cuda(), Meta())}
 
 
 def register(kind: Accelerator) -> None:
     """Make a kind of device known under its type."""
     _KINDS[kind.type] = kind
-
-
-register(Accelerator())
-register(Cuda())
-register(Meta())
 
 
 def of(device: torch.device | str) -> Accelerator:

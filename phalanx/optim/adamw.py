@@ -11,28 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from phalanx import accelerator
-from phalanx.optim.offload_stores import (
-    ALIGNED,
-    MOMENTS,
-    Allocate,
-    Chunk,
-    FileStore,
-    HostBuffer,
-    HostStore,
-    ScratchFile,
-    Store,
-    describe_failure,
-    element_bytes,
-    split_chunks,
-    trim,
-)
+from phalanx.optim.offload_stores import MOMENTS, Allocate, Chunk, HostBuffer, Store, make_store, on_device, split_chunks, trim
 from phalanx.optim.optimizer import (
     OptimizerKind,
     OptimizerSetup,
@@ -44,13 +29,10 @@ from phalanx.optim.optimizer import (
     is_updated,
 )
 from phalanx.parallel.sharded_model import OwnedParam
-from phalanx.spec.errors import RunFailed
 from phalanx.spec.run import Optimizer as OptimizerSpec
 
 _DEVICE_CHUNK, _HOST_CHUNK = 1 << 24, 1 << 18
 """Elements converted at a time: enough to keep a GPU busy; few enough to stay in the cache of a CPU core."""
-_OFFLOAD_CHUNK = 1 << 22
-"""Elements copied at a time if all offloaded states are in memory."""
 
 KernelRow = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 """One tensor's value, gradient, two moments, and number of steps, which counts the present one already."""
@@ -88,14 +70,14 @@ def weight_decay(param: OwnedParam, spec: OptimizerSpec) -> float:
 class AdamW(ParamOptimizer):
     """AdamW with states on the device, in fp32 or with bf16 moments."""
 
-    def __init__(self, params: Sequence[OwnedParam], spec: OptimizerSpec, moments: torch.dtype):
+    def __init__(self, params: Sequence[OwnedParam], setup: OptimizerSetup):
         self._params = list(params)
-        self._decays = [weight_decay(param, spec) for param in params]
+        moments, self._decays = setup.moments, [weight_decay(param, setup.spec) for param in params]
         values = [param.value.detach() for param in params]
         self._steps = [torch.zeros((), dtype=torch.float32, device=value.device) for value in values]
         self._moments = [(torch.zeros_like(v, dtype=moments), torch.zeros_like(v, dtype=moments)) for v in values]
         self._converts_moments = moments != torch.float32
-        self._chunk_size = _DEVICE_CHUNK if _on_device(params) else _HOST_CHUNK
+        self._chunk_size = _DEVICE_CHUNK if on_device(params) else _HOST_CHUNK
         self._buffers: dict[str, Tensor] = {}
 
     def step(self, update: Update) -> None:
@@ -177,10 +159,9 @@ class OffloadedAdamW(ParamOptimizer):
         self._steps = [torch.zeros((), dtype=torch.float32) for _ in params]
         self._moments = moments = setup.moments
         largest = max((chunk.size for chunk in self._chunks), default=0)
-        allocate = setup.resources.host_buffer or HostBuffer
-        self._transfer: _DeviceTransfer | _HostTransfer
-        chunks = self._chunks
-        self._transfer = _DeviceTransfer(params, chunks, allocate) if _on_device(params) else _HostTransfer(params, chunks)
+        self._transfer: _DeviceTransfer | _HostTransfer = _HostTransfer(params, self._chunks)
+        if on_device(params):
+            self._transfer = _DeviceTransfer(params, self._chunks, setup.resources.host_buffer or HostBuffer)
         self._widened = {key: torch.empty(largest if moments != torch.float32 else 0) for key in MOMENTS}
         self.adopt()
 
@@ -326,44 +307,9 @@ class _DeviceTransfer:
 
 
 def _make(params: Sequence[OwnedParam], setup: OptimizerSetup) -> ParamOptimizer:
-    if not setup.memory.offloads:
-        return AdamW(params, setup.spec, setup.moments)
-    make_store = _host_store if setup.memory.offload == "cpu" else _file_store
-    return OffloadedAdamW(params, setup, make_store(params, setup))
-
-
-def _host_store(params: Sequence[OwnedParam], setup: OptimizerSetup) -> Store:
-    chunks = split_chunks([param.value.numel() for param in params], _OFFLOAD_CHUNK)
-    allocate = setup.resources.host_buffer or HostBuffer
-    return HostStore(chunks, setup.moments, pin=_on_device(params), allocate=allocate)
-
-
-def _file_store(params: Sequence[OwnedParam], setup: OptimizerSetup) -> Store:
-    """States pass through memory.offload_buffer MiB. If a rank cannot create its file, all ranks fail before any step."""
-    memory, mesh, moments, resources = setup.memory, setup.mesh, setup.moments, setup.resources
-    folder = Path(memory.offload_path).expanduser() if memory.offload_path else resources.folder
-    assert folder is not None and mesh is not None, "states in files need a folder and a rank"
-    pin = accelerator.of(mesh.device).asynchronous
-    extra = (8 if pin else 4) + (8 if moments != torch.float32 else 0)  # bytes of gradients, and of moments in fp32
-    limit = (memory.offload_buffer << 20) // (3 * element_bytes(moments) + extra)
-    chunks = split_chunks([param.value.numel() for param in params], limit, ALIGNED)
-    path, size = folder / f"optimizer-{mesh.rank}.states", sum(chunk.size for chunk in chunks) * element_bytes(moments)
-    file, failure = None, None
-    try:
-        file = (resources.scratch_file or ScratchFile)(path, size)
-    except OSError as error:
-        failure = describe_failure(path, size, error)
-    failures = [of_rank for of_rank in mesh.gather_objects(failure) if of_rank]
-    if failures:
-        if file is not None:
-            file.close()
-        raise RunFailed("\n".join(failures))
-    assert file is not None
-    return FileStore(file, chunks, moments, pin=pin, allocate=resources.host_buffer or HostBuffer)
-
-
-def _on_device(params: Sequence[OwnedParam]) -> bool:
-    return any(accelerator.of(param.value.device).asynchronous for param in params)
+    if setup.memory.offloads:
+        return OffloadedAdamW(params, setup, make_store(params, setup))
+    return AdamW(params, setup)
 
 
 KIND = OptimizerKind("AdamW", _make, updates=lambda param: True)

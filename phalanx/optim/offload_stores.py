@@ -24,14 +24,18 @@ import torch
 from torch import Tensor
 
 from phalanx import accelerator
-from phalanx.optim.optimizer import StateBytes
+from phalanx.optim.optimizer import OptimizerSetup, StateBytes
+from phalanx.parallel.sharded_model import OwnedParam
 from phalanx.spec.errors import RunFailed
 
 BLOCK = 4096
 """Direct reads and writes begin and end at multiples of this many bytes, in the file and in memory."""
-ALIGNED = BLOCK // 2
+_ALIGNED = BLOCK // 2
 """Elements of two or four bytes that fill whole blocks: the size of every chunk in a file is a multiple."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
+_NO_LOCKS = (errno.ENOTSUP, errno.ENOSYS, errno.ENOLCK, errno.EINVAL)  # of network file systems
+_HOST_CHUNK = 1 << 22
+"""Elements copied at a time if all states are in memory."""
 _SLOTS = 3  # one is read ahead, one is updated, one is written back
 
 
@@ -184,12 +188,7 @@ def _open(path: Path, size: int) -> int:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            if error.errno not in (
-                errno.ENOTSUP,
-                errno.ENOSYS,
-                errno.ENOLCK,
-                errno.EINVAL,
-            ):  # network file systems without locks
+            if error.errno not in _NO_LOCKS:
                 raise
         os.ftruncate(handle, 0)  # drops the states of a process that is gone; the file reads as zeros
         disk = os.fstatvfs(handle)
@@ -210,7 +209,7 @@ def _remove(handle: int, path: Path, owner: int) -> None:
     os.close(handle)
 
 
-def describe_failure(path: Path, size: int, error: OSError) -> str:
+def _describe_failure(path: Path, size: int, error: OSError) -> str:
     """Why a scratch file could not be created."""
     settings = "memory.offload_path names the folder"
     if error.errno in (errno.EAGAIN, errno.EACCES) and path.exists() and os.access(path, os.W_OK):
@@ -242,7 +241,7 @@ def _dtypes(moments: torch.dtype) -> dict[str, torch.dtype]:
     return {"master": torch.float32, **dict.fromkeys(MOMENTS, moments)}
 
 
-def element_bytes(moments: torch.dtype) -> int:
+def _element_bytes(moments: torch.dtype) -> int:
     """Bytes of one element's master weight and moments."""
     return sum(dtype.itemsize for dtype in _dtypes(moments).values())
 
@@ -390,6 +389,43 @@ class FileStore:
 
 
 Store = HostStore | FileStore
+
+
+def make_store(params: Sequence[OwnedParam], setup: OptimizerSetup) -> Store:
+    """The store that `memory.offload` asks for."""
+    if setup.memory.offload != "cpu":
+        return _file_store(params, setup)
+    chunks = split_chunks([param.value.numel() for param in params], _HOST_CHUNK)
+    return HostStore(chunks, setup.moments, pin=on_device(params), allocate=setup.resources.host_buffer or HostBuffer)
+
+
+def _file_store(params: Sequence[OwnedParam], setup: OptimizerSetup) -> Store:
+    """States pass through memory.offload_buffer MiB. If a rank cannot create its file, all ranks fail before any step."""
+    memory, mesh, moments, resources = setup.memory, setup.mesh, setup.moments, setup.resources
+    folder = Path(memory.offload_path).expanduser() if memory.offload_path else resources.folder
+    assert folder is not None and mesh is not None, "states in files need a folder and a rank"
+    pin = accelerator.of(mesh.device).asynchronous
+    extra = (8 if pin else 4) + (8 if moments != torch.float32 else 0)  # bytes of gradients, and of moments in fp32
+    limit = (memory.offload_buffer << 20) // (3 * _element_bytes(moments) + extra)
+    chunks = split_chunks([param.value.numel() for param in params], limit, _ALIGNED)
+    path, size = folder / f"optimizer-{mesh.rank}.states", sum(chunk.size for chunk in chunks) * _element_bytes(moments)
+    file, failure = None, None
+    try:
+        file = (resources.scratch_file or ScratchFile)(path, size)
+    except OSError as error:
+        failure = _describe_failure(path, size, error)
+    failures = [of_rank for of_rank in mesh.gather_objects(failure) if of_rank]
+    if failures:
+        if file is not None:
+            file.close()
+        raise RunFailed("\n".join(failures))
+    assert file is not None
+    return FileStore(file, chunks, moments, pin=pin, allocate=resources.host_buffer or HostBuffer)
+
+
+def on_device(params: Sequence[OwnedParam]) -> bool:
+    """Whether a parameter is on a device that the host runs ahead of."""
+    return any(accelerator.of(param.value.device).asynchronous for param in params)
 
 
 @dataclass(slots=True)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import shutil
 import subprocess
 import sys
 import time
@@ -26,7 +25,7 @@ from torch import Tensor
 
 from phalanx.checkpointing.directory import PARTIAL
 from phalanx.checkpointing.hf_folder import ReferenceLogits
-from phalanx.checkpointing.location import Location
+from phalanx.checkpointing.location import Location, open_location
 from phalanx.checkpointing.upload import Job, NewestFirst
 from phalanx.data.pack import Batch
 from phalanx.events.records import Event, Exported, ExportFailed
@@ -159,10 +158,7 @@ def _remove(path: Path) -> None:
     """Removes a file or folder. A folder is renamed first, so that a folder of its name is complete even if this is interrupted."""
     if path.is_dir() and not path.name.endswith(PARTIAL):
         path = path.rename(path.with_name(f"{path.name}.removed{PARTIAL}"))
-    if path.is_dir():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)
+    open_location(path).remove()
 
 
 def prompt(run: Run, layout: Layout) -> np.ndarray:

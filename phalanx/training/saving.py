@@ -214,10 +214,8 @@ class Checkpointer(StepHook):
             # An in-memory copy is no checkpoint: a state restored from one must still be saved.
             self.step = None if isinstance(chosen, MemoryLocation) else progress.step
             self._newest = chosen if resumes else None
-            for remote, uploads in (
-                zip(self._locations[1:], self._uploads, strict=True) if self._mesh.rank == 0 and resumes else ()
-            ):
-                if chosen.parent == self._location and directory.MARKER not in (remote / chosen.name).entries():
+            for uploads in self._uploads if self._mesh.rank == 0 and resumes else ():
+                if chosen.parent == self._location and directory.MARKER not in (self._locations[1] / chosen.name).entries():
                     uploads.on_saved(chosen)  # the run that saved it has ended before it was uploaded
             seconds = time.perf_counter() - started
             return progress, [*events, Restored(step=progress.step, path=str(chosen), seconds=seconds)]

@@ -307,7 +307,7 @@ def test_a_kill_during_an_offloaded_step_leaves_a_checkpoint_that_resumes_exactl
 ) -> None:
     # Chunks of the tiny model's size would be one: make them several.
     monkeypatch.setattr(
-        "phalanx.optim.adamw.split_chunks", lambda lengths, _, multiple=64: split_chunks(lengths, 2048, multiple)
+        "phalanx.optim.offload_stores.split_chunks", lambda lengths, _, multiple=64: split_chunks(lengths, 2048, multiple)
     )
     pid = os.fork()
     if pid == 0:
