@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import shutil
 import time
 from pathlib import Path
 
@@ -16,16 +15,12 @@ from phalanx.faults.grammar import Fault
 
 
 class FaultClaims:
-    """Which faults have happened: one file each, so that a fault happens once although another process may repeat its step."""
+    """Which faults have happened: one file each, so that a fault happens once although another process may repeat its step. A new launch
+    removes the folder."""
 
     def __init__(self, run_dir: Path):
         self.run_dir = run_dir
         self.folder = run_dir / "control" / "chaos"
-
-    def clear(self) -> None:
-        """Forget the faults of an earlier launch."""
-        shutil.rmtree(self.folder, ignore_errors=True)
-        _flag(self.run_dir).unlink(missing_ok=True)
 
     def claim(self, number: int) -> bool:
         """Whether the caller may inject this fault now: true for exactly one caller ever."""
@@ -44,9 +39,6 @@ class FaultClaims:
             with contextlib.suppress(ValueError):  # killed between creating and writing it
                 times[int(path.name)] = float(path.read_text())
         return times
-
-    def __contains__(self, number: int) -> bool:
-        return (self.folder / str(number)).exists()
 
 
 class SimulatedDisk:
