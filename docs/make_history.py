@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from textwrap import fill
 
-from phalanx.planning.cost.run_cost import Cost, cost
+from phalanx.planning.cost.run_cost import price_and_energy
 from phalanx.planning.machines.hardware import Hardware, hardware
 from phalanx.planning.search.candidate import Candidate
 from phalanx.planning.search.search import judge
@@ -20,7 +20,7 @@ sys.path.append(str(ROOT / "benchmarks"))
 from planner.parameters import PAIRED  # noqa: E402
 
 BEGIN, END = "# made by docs/make_history.py: begin\n", "# made by docs/make_history.py: end\n"
-_HOUR, _WIDTH = 3600.0, 128
+_HOUR, _DAY, _WIDTH = 3600.0, 86400.0, 128
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,25 +135,24 @@ class Row:
         return lines
 
     def _lines(self, what: str, option: Candidate) -> list[str]:
-        spent = self.spent(option)
+        seconds = self.seconds(option)
+        dollars, joules = price_and_energy(self.machines, option.layout.ranks, seconds)
         mfu = f", {option.mfu:.1%} MFU" if option.mfu is not None else ""
-        price = f", {_money(spent.dollars)}" if spent.dollars is not None else ""
-        energy = f", {spent.joules / 3.6e12:.1f} GWh" if spent.joules is not None else ""
+        price = f", {_money(dollars)}" if dollars is not None else ""
+        energy = f", {joules / 3.6e12:.1f} GWh" if joules is not None else ""
         return [
             f"{what}: {option.seconds:.2f} s a step (P10 {option.low:.2f}, P90 {option.high:.2f}){mfu}, goodput {option.goodput:.1%}:",
-            f"  {spent.days:.1f} days, {_hours(spent.gpu_hours)}{price}{energy}; {_memory(option)}.",
+            f"  {seconds / _DAY:.1f} days, {_hours(option.layout.ranks * seconds / _HOUR)}{price}{energy}; {_memory(option)}.",
         ]
 
-    def spent(self, option: Candidate) -> Cost:
-        return cost(
-            self.machines, step=option.seconds, steps=self.run.steps, goodput=option.goodput, devices=option.layout.ranks
-        )
+    def seconds(self, option: Candidate) -> float:
+        """Of the whole run, including what failures and saving waste."""
+        return option.seconds * self.run.steps / option.goodput
 
     def cells(self) -> list[str]:
         option, step = self.option, self.published.step
-        spent = cost(
-            self.machines, step=option.seconds, steps=self.run.steps, goodput=option.goodput, devices=option.layout.ranks
-        )
+        seconds = self.seconds(option)
+        dollars, _ = price_and_energy(self.machines, option.layout.ranks, seconds)
         return [
             f"[{self.published.title}](../examples/{self.name}.toml)",
             f"{self.machines.gpus:,} × {self.machines.gpu.key}",
@@ -161,12 +160,12 @@ class Row:
             "" if step is None else f"{step:.1f} s",
             f"{option.seconds:.1f} s ({option.low:.1f}–{option.high:.1f})",
             f"{self.days:.1f}",
-            f"{spent.days:.1f}",
+            f"{seconds / _DAY:.1f}",
             _hours(self.hours),
-            _hours(spent.gpu_hours),
+            _hours(option.layout.ranks * seconds / _HOUR),
             "" if self.machines.price is None else _money(self.hours * self.machines.price),
-            "" if spent.dollars is None else _money(spent.dollars),
-            f"{self.spent(self.fitting).days:.1f}",
+            "" if dollars is None else _money(dollars),
+            f"{self.seconds(self.fitting) / _DAY:.1f}",
             f"{self.fitting.bytes / 2**30:.0f} / {self.fitting.capacity / 2**30:.0f}",
         ]
 

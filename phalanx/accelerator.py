@@ -104,27 +104,34 @@ class Cuda(Accelerator):
     asynchronous = True
     compute = "bf16"
 
-    set_device = staticmethod(torch.cuda.set_device)
-    memory_allocated = staticmethod(torch.cuda.memory_allocated)
-    max_memory_allocated = staticmethod(torch.cuda.max_memory_allocated)
-    reset_peak_memory = staticmethod(torch.cuda.reset_peak_memory_stats)
-    empty_cache = staticmethod(torch.cuda.empty_cache)
-    synchronize = staticmethod(torch.cuda.synchronize)
-    stream = staticmethod(torch.cuda.Stream)
-    current_stream = staticmethod(torch.cuda.current_stream)
-    use = staticmethod(torch.cuda.stream)
-
     def available(self) -> bool:
         return torch.cuda.is_available()
 
     def device(self, index: int = 0) -> torch.device:
         return torch.device("cuda", index)
 
+    # Methods, not references to torch's functions: a rehearsal replaces those.
+
+    def set_device(self, device: torch.device) -> None:
+        torch.cuda.set_device(device)
+
     def name(self, device: torch.device | None = None) -> str:
         return torch.cuda.get_device_name(device)
 
     def capability(self, device: torch.device | None = None) -> tuple[int, int]:
         return torch.cuda.get_device_capability(device) if torch.version.hip is None else (0, 0)
+
+    def memory_allocated(self) -> int:
+        return torch.cuda.memory_allocated()
+
+    def max_memory_allocated(self) -> int:
+        return torch.cuda.max_memory_allocated()
+
+    def reset_peak_memory(self) -> None:
+        torch.cuda.reset_peak_memory_stats()
+
+    def empty_cache(self) -> None:
+        torch.cuda.empty_cache()
 
     def pin(self, tensor: Tensor) -> Tensor:
         return tensor.pin_memory()
@@ -135,6 +142,18 @@ class Cuda(Accelerator):
         if error := int(cudart.cudaHostRegister(pointer, size, 1)):  # 1: for all devices of this process
             return f"CUDA error {error}"
         return lambda: cudart.cudaHostUnregister(pointer)
+
+    def synchronize(self, device: torch.device | None = None) -> None:
+        torch.cuda.synchronize(device)
+
+    def stream(self, device: torch.device) -> Any:
+        return torch.cuda.Stream(device)
+
+    def current_stream(self, device: torch.device | None = None) -> Any:
+        return torch.cuda.current_stream(device)
+
+    def use(self, stream: Any) -> AbstractContextManager[Any]:
+        return torch.cuda.stream(stream)
 
     def event(self, *, timing: bool = False) -> Any:
         return torch.cuda.Event(enable_timing=timing)

@@ -307,7 +307,7 @@ def test_settings_survive_a_crash_while_they_are_written(
     before = (workshop.path / "run" / "run.toml").read_bytes()
     monkeypatch.chdir(workshop.path)
 
-    def torn(path: Path, text: str) -> None:
+    def torn(path: Path, text: str, encoding: str | None = None) -> None:
         path.write_bytes(text.encode()[:10])
         raise MemoryError
 
