@@ -159,7 +159,7 @@ class DataParallel(Engine):
             part = bucket.own_values()
             whole = part if bucket.group.size == 1 else part.new_empty(bucket.group.size * bucket.width)
             work = bucket.group.start_all_gather(whole, part)
-            gathers.add(work, bucket.group, "all_gather", partial(bucket.write_values, whole))
+            gathers.add(work, bucket.group, part, "all_gather", partial(bucket.write_values, whole))
         gathers.drain()
 
     def bytes(self) -> dict[str, int]:
@@ -225,7 +225,7 @@ class DataParallel(Engine):
         part = whole.new_empty(bucket.width)
         # Sums over replicas have a fixed place among the other messages: the ranks' orders never differ.
         then = partial(self._sum, bucket, part) if bucket.once else partial(bucket.accumulate, part)
-        self._scatters.add(bucket.group.start_reduce_scatter(part, whole), bucket.group, "reduce_scatter", then)
+        self._scatters.add(bucket.group.start_reduce_scatter(part, whole), bucket.group, whole, "reduce_scatter", then)
 
     def _sum(self, bucket: Bucket, tensor: Tensor, stage: int = 0) -> None:
         """Sum over the bucket's replicas in place, in the background, and deliver the result to the bucket."""
@@ -234,7 +234,8 @@ class DataParallel(Engine):
             bucket.deliver(tensor)
             return
         group, in_flight = stages[stage]
-        in_flight.add(group.start_all_reduce(tensor), group, "all_reduce", partial(self._sum, bucket, tensor, stage + 1))
+        then = partial(self._sum, bucket, tensor, stage + 1)
+        in_flight.add(group.start_all_reduce(tensor), group, tensor, "all_reduce", then)
         if stage == 0:
             for _, earlier in stages[:-1]:  # what has passed a group enters the next while the backward goes on
                 earlier.poll()
@@ -252,11 +253,12 @@ class _InFlight:
     def __init__(self, limit: int | None = _IN_FLIGHT):
         """`limit`: how many may be in flight; None where they use persistent buffers."""
         self._limit = limit
-        self._pending: deque[tuple[dist.Work | None, Group, str, Callable[[], None]]] = deque()
+        self._pending: deque[tuple[dist.Work | None, Group, Tensor, str, Callable[[], None]]] = deque()
 
-    def add(self, work: dist.Work | None, group: Group, operation: str, then: Callable[[], None]) -> None:
-        """`work`: None where the group is one rank. `then` is called at some later `add`, `poll` or `drain`."""
-        self._pending.append((work, group, operation, then))
+    def add(self, work: dist.Work | None, group: Group, source: Tensor, operation: str, then: Callable[[], None]) -> None:
+        """`work`: None where the group is one rank. `source`: what is sent, which must live until then. `then` is called at some later
+        `add`, `poll` or `drain`."""
+        self._pending.append((work, group, source, operation, then))
         while self._limit is not None and len(self._pending) > self._limit:
             self._complete_first()
 
@@ -271,7 +273,7 @@ class _InFlight:
 
     @torch.no_grad()
     def _complete_first(self) -> None:
-        work, group, operation, then = self._pending.popleft()
+        work, group, _, operation, then = self._pending.popleft()
         if work is not None:
             wait(work, group, operation=operation)
         then()
