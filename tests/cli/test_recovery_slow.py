@@ -33,6 +33,8 @@ SIZES = (
     "train.micro_batch=1",
     "train.eval_every=1000",
 )
+LONG = 1200.0
+"""Seconds that a whole run may take: on two slow cores, a step of four ranks takes one."""
 
 
 def of(events: list[Event], kind: type[Event]) -> list[Any]:
@@ -85,7 +87,7 @@ class Victim:
         return of(self.events, Recovered)
 
     def end(self) -> list[Event]:
-        ended = self.started.wait()
+        ended = self.started.wait(LONG)
         assert ended.code == 0, ended
         assert self.workshop.gone()
         assert list(self.path.rglob("*.partial")) == []
@@ -93,7 +95,7 @@ class Victim:
 
 
 def undisturbed(workshop: Workshop, *arguments: str) -> Path:
-    ended = workshop.run("train", "tiny.toml", *SIZES, *arguments, "--run-dir", "undisturbed")
+    ended = workshop.start("train", "tiny.toml", *SIZES, *arguments, "--run-dir", "undisturbed").wait(LONG)
     assert ended.code == 0, ended
     path: Path = workshop.path / "undisturbed"
     return path
