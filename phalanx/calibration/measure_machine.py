@@ -5,10 +5,8 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import socket
 import subprocess
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -24,6 +22,7 @@ from torch import Tensor
 from phalanx import accelerator
 from phalanx.calibration.bench_process import Compute, Device, jobs, plan_of
 from phalanx.host.env import worker_env
+from phalanx.host.probe import write_speed
 from phalanx.host.process_tree import python_command
 from phalanx.planning.feedback import EIGHT_BITS, WIDTHS, Measured, corrected, refitted
 from phalanx.planning.machines.cpu import cpu_hardware
@@ -313,15 +312,8 @@ def host_copies(device: torch.device, budget: float) -> Iterator[Measurement]:
 
 def disk(folder: Path) -> Measurement | None:
     """Write bandwidth of a folder's disk, without caches; None if the folder is not writable."""
-    block = os.urandom(1 << 20)  # random bytes: a compressing file system would look too fast
     try:
-        with tempfile.NamedTemporaryFile(dir=folder, prefix=".phalanx-bench-") as file:
-            begin = time.perf_counter()
-            for _ in range(_DISK_BYTES // len(block)):
-                file.write(block)
-            file.flush()
-            os.fsync(file.fileno())
-            seconds = time.perf_counter() - begin
+        speed = write_speed(folder, _DISK_BYTES)
     except OSError:
         return None
-    return Measurement("disk", f"{_DISK_BYTES >> 20} MiB written", _DISK_BYTES / seconds, "B/s")
+    return Measurement("disk", f"{_DISK_BYTES >> 20} MiB written", speed, "B/s")

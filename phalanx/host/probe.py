@@ -6,6 +6,8 @@ import os
 import re
 import shutil
 import socket
+import tempfile
+import time
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -191,3 +193,15 @@ def _visible(rows: list[list[str]], wanted: Iterable[str]) -> list[list[str]]:
             break
         shown += match
     return shown
+
+
+def write_speed(folder: Path, size: int) -> float:
+    """Bytes per second of writing `size` bytes to a folder's disk, without caches. Raises OSError if the folder is not writable."""
+    block = os.urandom(1 << 20)  # random bytes: a compressing file system would look too fast
+    with tempfile.NamedTemporaryFile(dir=folder, prefix=".phalanx-test-") as file:
+        begin = time.perf_counter()
+        for _ in range(size // len(block)):
+            file.write(block)
+        file.flush()
+        os.fsync(file.fileno())
+        return size / (time.perf_counter() - begin)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import re
 import resource
 import shutil
 import socket
 import sys
-import tempfile
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
@@ -25,7 +22,7 @@ from rich.text import Text
 from phalanx._version import __version__
 from phalanx.checkpointing.replicas.shm_slots import free_memory
 from phalanx.dashboard.numbers import flops, size
-from phalanx.host.probe import driver_problem, gpu_links
+from phalanx.host.probe import driver_problem, gpu_links, write_speed
 from phalanx.host.process_tree import ask_python
 from phalanx.planning.machines.catalogue import find_gpu
 from phalanx.spec.plan import Machine
@@ -229,15 +226,8 @@ def _write_speed(place: Path, free: int) -> tuple[float | None, str | None]:
     """Measure bytes per second; returns (speed, None) or (None, reason)."""
     if free < 2 * _TEST_BYTES:
         return None, None  # reported as too little disk space
-    block = os.urandom(2**20)  # random: a compressing file system must not look fast
     try:
-        with tempfile.NamedTemporaryFile(dir=place, prefix=".phalanx-doctor-") as file:
-            begin = time.perf_counter()
-            for _ in range(_TEST_BYTES // len(block)):
-                file.write(block)
-            file.flush()
-            os.fsync(file.fileno())
-            return _TEST_BYTES / (time.perf_counter() - begin), None
+        return write_speed(place, _TEST_BYTES), None
     except OSError as error:
         return None, error.strerror or str(error)
 

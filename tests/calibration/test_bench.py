@@ -58,10 +58,11 @@ def test_more_work_takes_a_real_step_longer() -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        quick, slow = (step_seconds(run, 0.2) for run in (small, large))
+        # A busy machine may hold up either; not the same one ten times.
+        pairs = ((step_seconds(small, 0.2), step_seconds(large, 0.2)) for _ in range(10))
+        assert any(0 < 2 * quick < slow for quick, slow in pairs)
     finally:
         torch.set_num_threads(before)
-    assert 0 < 2 * quick < slow
 
 
 @pytest.mark.slow
