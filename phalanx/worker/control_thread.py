@@ -34,6 +34,7 @@ class ControlThread:
     def __init__(self, connection: socket.socket):
         self._connection = connection
         self._lock = threading.Lock()
+        self._cutting = threading.Lock()  # held while connections of a generation that is over are cut
         self.orders: queue.SimpleQueue[Any] = queue.SimpleQueue()
         """None: the agent is gone."""
         self.halted = -1
@@ -63,6 +64,18 @@ class ControlThread:
     def over(self) -> bool:
         """Whether the generation of the main thread is over."""
         return self.halted >= self.generation
+
+    def begin(self, generation: int) -> bool:
+        """Enter a generation; False if it is over already."""
+        with self._cutting:
+            self.generation = generation
+            self.working = not self.over
+            return self.working
+
+    def wait_until_cut(self) -> None:
+        """Wait, after work has ended, for a cut that is under way: it would hit the connections that the main thread opens next."""
+        with self._cutting:
+            pass
 
     def _receive(self) -> None:
         buffer = b""
@@ -95,7 +108,9 @@ class ControlThread:
     def _interrupt(self) -> None:
         """Repeat until the main thread has given up: it may open new connections, and an exception in a destructor is lost."""
         while self.working and self.over:
-            cut_connections()
+            with self._cutting:
+                if self.working and self.over:
+                    cut_connections()
             time.sleep(_RETRY)  # usually the main thread fails on a connection by itself, at a place made for it
             if self.working and self.over:
                 signal.pthread_kill(self._main_thread, INTERRUPT)

@@ -166,16 +166,16 @@ class Rank(RankProgram):
     def _run_generation(self, order: protocol.BeginRank) -> int | None:
         """Train until the run or the generation ends; returns an exit code if the run has ended."""
         control = self._control
-        control.generation = generation = order.begin.generation
-        if control.over:
-            return None
+        generation = order.begin.generation
         try:
             try:
-                control.working = True
+                if not control.begin(generation):
+                    return None
                 self._release()
                 return self._train(order)
             finally:
                 control.working = False  # not interrupted from here on
+                control.wait_until_cut()
         except BaseException as error:
             if control.over:
                 return None  # the order to halt is in the queue

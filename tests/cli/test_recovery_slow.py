@@ -181,12 +181,12 @@ def test_frozen_controller_is_ignored_when_it_wakes(workshop: Workshop) -> None:
     # It gives up what it had, joins, and the run grows back.
     victim.until(lambda: of(victim.events, Recovered)[-1].ranks == 4, "the run to grow back")
     assert frozen.is_running()
+    assert sorted(path.name for path in (victim.path / "control").glob("term-*")) == ["term-00001", "term-00002"]
     events = victim.end()
     assert [(one.term, one.node) for one in of(events, ControllerChanged)] == [(2, 1)]
     assert [(one.action, one.ranks) for one in of(events, Recovered)] == [("shrink", 2), ("grow", 4)]
     generations = [one.generation for one in of(events, Recovered)]
     assert generations == sorted(set(generations))
-    assert sorted(path.name for path in (victim.path / "control").glob("term-*")) == ["term-00001", "term-00002"]
     steps = [one.step for one in of(events, Step)]
     assert steps == sorted(set(steps)), "a step was taken twice: two generations went on"
 
