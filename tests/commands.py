@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -141,6 +143,26 @@ class Started:
             time.sleep(0.02)
 
 
+def cmdline(process: psutil.Process) -> list[str]:
+    """Empty if the process has ended meanwhile."""
+    try:
+        return process.cmdline()
+    except (psutil.NoSuchProcess, psutil.AccessDenied):  # a zombie is a NoSuchProcess
+        return []
+
+
+def has_mapped(process: psutil.Process, library: str) -> bool:
+    try:
+        return any(library in file.path for file in process.memory_maps())
+    except (psutil.NoSuchProcess, psutil.AccessDenied):
+        return False
+
+
+def signal_to(process: psutil.Process, number: int) -> None:
+    with contextlib.suppress(psutil.NoSuchProcess):  # it has ended meanwhile
+        process.send_signal(number)
+
+
 class Workshop:
     """A folder with a run file and some text. Every process of its commands has its mark in the environment."""
 
@@ -227,7 +249,7 @@ class Workshop:
     def close(self) -> None:
         left = not self.gone()
         for process in self.processes():
-            process.kill()
+            signal_to(process, signal.SIGKILL)
         assert not left, "a command left processes behind"
 
 

@@ -27,6 +27,7 @@ from pathlib import Path
 
 import psutil
 import torch
+from commands import cmdline
 
 from phalanx.checkpointing import directory
 from phalanx.checkpointing.restore import CheckpointReader
@@ -133,13 +134,6 @@ def once(folder: Path, dice: random.Random, killed: Counter[str]) -> bool:
         assert time.monotonic() < deadline, "a process of the run is still there a minute after the launcher"
         time.sleep(0.01)
     return code == 0
-
-
-def cmdline(process: psutil.Process) -> list[str]:
-    try:
-        return process.cmdline()
-    except (psutil.NoSuchProcess, psutil.ZombieProcess, psutil.AccessDenied):
-        return []
 
 
 def equal(one: Path, other: Path) -> None:

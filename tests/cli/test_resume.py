@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import Ended, FinishedRuns, StepLosses, Workshop
+from commands import Ended, FinishedRuns, StepLosses, Workshop, cmdline, has_mapped, signal_to
 
 from phalanx.events.records import CheckpointDamaged, Restored, RunStarted, Saved, Stopped, WorkerStarted
 
@@ -177,7 +177,7 @@ def test_signal_to_every_process_saves_once(workshop: Workshop, moment: str) -> 
     else:
         command.until(lambda: seen(workshop) >= LOADING, "the workers' parent to load torch")
     for process in workshop.processes():
-        process.send_signal(signal.SIGTERM)
+        signal_to(process, signal.SIGTERM)
     ended = command.wait()
     assert ended.code == 75, ended
     assert "Traceback" not in ended.out + ended.err
@@ -193,8 +193,9 @@ def seen(workshop: Workshop) -> set[str]:
     """What the processes of a job are at, read off from outside."""
     found = set()
     for process in workshop.processes():
-        found |= set(process.cmdline())
-        if "phalanx.worker.fork_server" in process.cmdline() and any("libtorch" in file.path for file in process.memory_maps()):
+        words = cmdline(process)
+        found |= set(words)
+        if "phalanx.worker.fork_server" in words and has_mapped(process, "libtorch"):
             found.add("MAPPED torch")
     return found
 

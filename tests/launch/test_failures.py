@@ -19,6 +19,7 @@ from typing import Any
 
 import psutil
 import pytest
+from commands import cmdline, has_mapped
 
 from phalanx.control.protocol import is_secondary_error
 from phalanx.control.watchdog import describe_exit
@@ -156,7 +157,7 @@ def test_killed_supervisor(workshop: Any, moment: str) -> None:
     if moment == "start-up":  # it dies with a message that it has not read
         command.process.send_signal(signal.SIGTERM)
         time.sleep(0.3)
-    (supervisor,) = (process for process in workshop.processes() if process.ppid() == command.pid)
+    (supervisor,) = psutil.Process(command.pid).children()
     supervisor.kill()
     result = command.wait()
     failed(workshop, result, None, "supervisor of node 0", "-9")
@@ -169,7 +170,7 @@ def nursery(workshop: Any) -> psutil.Process | None:
     found = [
         process
         for process in workshop.processes()
-        if "phalanx.worker.fork_server" in process.cmdline() and process.pid not in ranks
+        if "phalanx.worker.fork_server" in cmdline(process) and process.pid not in ranks
     ]
     return found[0] if found else None
 
@@ -204,8 +205,7 @@ directory.commit = commit
 
 def loading(workshop: Any) -> bool:
     return any(
-        "phalanx.worker.fork_server" in process.cmdline() and any("libtorch" in file.path for file in process.memory_maps())
-        for process in workshop.processes()
+        "phalanx.worker.fork_server" in cmdline(process) and has_mapped(process, "libtorch") for process in workshop.processes()
     )
 
 
