@@ -76,26 +76,46 @@ def read_block_sums(file: Location, progress: Callable[[int], object] = lambda c
 
 
 def write_file(file: Location, chunks: Chunks) -> list[int]:
-    """Write a file from chunks of any length; returns the checksums of its blocks, which a thread computes meanwhile."""
-    sums: list[int] = []
+    """Write a file from chunks of any length; returns the checksums of its blocks, which a thread computes meanwhile.
+
+    The chunks of a list stay as they are, and are summed at the thread's own pace. Those of an iterator may be in the same memory, so
+    each is summed before the next one is taken.
+    """
+    sums = _BlockSums()
     with ThreadPoolExecutor(1, thread_name_prefix="checksums") as pool:
-        file.write(_summed(chunks, sums, pool))
-    return sums or [0]
+        if isinstance(chunks, list):
+            summed = [pool.submit(sums.add, chunk) for chunk in chunks]
+            file.write(chunks)
+            for future in summed:
+                future.result()
+        else:
+            file.write(_summed(chunks, sums, pool))
+    return sums.found
 
 
-def _summed(chunks: Chunks, sums: list[int], pool: ThreadPoolExecutor) -> Iterator[memoryview]:
-    """The same bytes, no chunk in two blocks; adds to `sums`. The sum of each is done before the next one, which may be in the same memory."""
-    filled = 0
+def _summed(chunks: Chunks, sums: _BlockSums, pool: ThreadPoolExecutor) -> Iterator[memoryview | bytes]:
     for chunk in chunks:
+        summed = pool.submit(sums.add, chunk)
+        yield chunk
+        summed.result()
+
+
+class _BlockSums:
+    """The checksums of the blocks of a file, from its bytes in order. An empty file has one block."""
+
+    def __init__(self) -> None:
+        self.found = [0]
+        self._filled = 0
+
+    def add(self, chunk: memoryview | bytes) -> None:
         view = memoryview(chunk).cast("B")
         while view:
-            part, view = view[: BLOCK - filled], view[BLOCK - filled :]
-            if not filled:
-                sums.append(0)
-            summed = pool.submit(zlib.crc32, part, sums[-1])
-            yield part
-            sums[-1] = summed.result()
-            filled = (filled + len(part)) % BLOCK
+            if self._filled == BLOCK:
+                self.found.append(0)
+                self._filled = 0
+            part, view = view[: BLOCK - self._filled], view[BLOCK - self._filled :]
+            self.found[-1] = zlib.crc32(part, self.found[-1])
+            self._filled += len(part)
 
 
 class DamagedFile(Exception):
@@ -316,7 +336,8 @@ def write_rank_file(folder: Location, rank_file: RankFile, values: Callable[[], 
     header, file = encode_header(rank_file.boxes), folder / rank_file.name
 
     def write() -> list[int]:
-        return write_file(file, itertools.chain([header], values()))
+        chunks = values()
+        return write_file(file, [header, *chunks] if isinstance(chunks, list) else itertools.chain([header], chunks))
 
     try:
         sums = write()

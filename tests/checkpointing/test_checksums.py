@@ -72,6 +72,23 @@ def test_write_file_allows_chunks_that_reuse_memory(tmp_path: Path) -> None:
     assert (tmp_path / "file").read_bytes() == data
 
 
+def test_chunks_are_written_whole_whatever_header_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chunk that is cut where a block ends costs a second, small write, and a disk that is written directly waits for each."""
+    written: list[int] = []
+    write = location._DirectFile.write
+
+    def watched(file: Any, data: memoryview | bytes) -> None:
+        written.append(len(data))
+        write(file, data)
+
+    monkeypatch.setattr(location._DirectFile, "write", watched)
+    chunks = [b"h" * 96, *[b"v" * BLOCK] * 5]
+    for given in (chunks, iter(chunks)):
+        written.clear()
+        write_file(Local(tmp_path / "file"), given)
+        assert written == [96, *[BLOCK] * 5]
+
+
 def test_checked_file_reads_any_byte_range(tmp_path: Path) -> None:
     dice = random.Random(1)
     data = dice.randbytes(5_432)
@@ -160,4 +177,4 @@ def test_a_full_disk_ends_a_write_and_closes_the_file(tmp_path: Path, monkeypatc
     before = os.listdir("/proc/self/fd")
     with pytest.raises(OSError, match="No space left"):
         write_file(Local(tmp_path / "file"), [bytes(700)] * 5)
-    assert (tmp_path / "file").stat().st_size == 2000 and os.listdir("/proc/self/fd") == before
+    assert (tmp_path / "file").stat().st_size == 1400 and os.listdir("/proc/self/fd") == before
