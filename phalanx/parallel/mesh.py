@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import math
+import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -33,6 +35,7 @@ from phalanx.spec.plan import Place
 
 AXES = ("pipeline", "data", "shard", "context", "tensor")
 EXPERT_AXES = ("pipeline", "expert_replicate", "expert_shard", "expert", "expert_tensor")
+_DESTROY_POLL = 0.5  # seconds
 
 
 class Environment:
@@ -276,10 +279,10 @@ def disconnect(mesh: Mesh) -> None:
 
 @contextmanager
 def abandoned() -> Iterator[None]:
-    """Leave where other ranks are gone. Inside, drop all references to groups; afterwards background threads destroy them.
+    """Leave where other ranks are gone. Inside, drop all references to groups; background threads destroy each once it is the last.
 
     A group's destructor waits for the group's threads. One of them may be blocked in gloo, which does not always wake it when
-    connections end, until `resilience.timeout`.
+    connections end, until `resilience.timeout`. The garbage collector must not run such a destructor in the main thread.
     """
     world = distributed_c10d._world
     groups = list(world.pg_map)
@@ -296,4 +299,10 @@ def abandoned() -> Iterator[None]:
         yield
     finally:
         while groups:
-            threading.Thread(target=[groups.pop()].clear, name="destroy process group", daemon=True).start()
+            threading.Thread(target=_destroy, args=([groups.pop()],), name="destroy process group", daemon=True).start()
+
+
+def _destroy(group: list[dist.ProcessGroup]) -> None:
+    while sys.getrefcount(group[0]) > 2:  # the list's and the call's
+        time.sleep(_DESTROY_POLL)
+    group.clear()

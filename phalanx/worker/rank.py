@@ -154,9 +154,7 @@ class Rank(RankProgram):
                         if code is not None:
                             return code
                     case protocol.Halt():
-                        # The state stays in memory until the next generation begins.
-                        trainer = self._trainer if order.generation == self._control.generation else None
-                        self._control.report(survivor_state(trainer, order.generation))
+                        self._report_state(order.generation)
                     case protocol.HandOff():
                         self._hand_off(order)
             except BaseException as error:
@@ -246,6 +244,11 @@ class Rank(RankProgram):
         if location is None:
             raise ConnectionError("Connection closed by peer: the copies in memory are gone")
         return location
+
+    def _report_state(self, generation: int) -> None:
+        """The state stays in memory until the next generation begins, and no longer: no local of `serve` may refer to the trainer."""
+        trainer = self._trainer if generation == self._control.generation else None
+        self._control.report(survivor_state(trainer, generation))
 
     def _hand_off(self, order: protocol.HandOff) -> None:
         trainer, covered = self._trainer, False

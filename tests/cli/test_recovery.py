@@ -104,6 +104,27 @@ def test_dead_and_failed_ranks_do_not_change_the_losses(workshop: Workshop, undi
     assert "Injected" in next(one.traceback for one in failures if one.cause == "failed")
 
 
+COUNT_TRAINERS = """
+import weakref
+from phalanx.training import trainer
+made, init = [], trainer.Trainer.__init__
+def counted(self, *args, **kwargs):
+    print("earlier trainers:", sum(one() is not None for one in made))
+    made.append(weakref.ref(self))
+    init(self, *args, **kwargs)
+trainer.Trainer.__init__ = counted
+"""
+
+
+def test_survivor_frees_the_state_of_the_last_generation(workshop: Workshop) -> None:
+    """Before it allocates the next: a GPU has no room for two. And process groups are destroyed in the background."""
+    settings = (*SIZES, "layout.data=2", "--chaos", "kill rank=0 step=4; kill rank=0 step=8")
+    ended = workshop.run("train", "tiny.toml", *settings, "--run-dir", "run", env=workshop.sabotage(COUNT_TRAINERS))
+    assert ended.code == 0, ended
+    lines = (workshop.path / "run/logs/rank-1.log").read_text().splitlines()
+    assert [line for line in lines if "earlier trainers" in line] == ["earlier trainers: 0"] * 3
+
+
 @pytest.mark.slow
 def test_recovery_without_replicas_restores_memory_copies(workshop: Workshop, undisturbed: Callable[..., Path]) -> None:
     settings = (*SIZES, "layout.shard=2", "layout.zero=2")
