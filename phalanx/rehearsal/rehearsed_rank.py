@@ -138,7 +138,7 @@ class FakeScratchFile:
 
 
 def _address(tensor: Tensor) -> int:
-    """Different for different parts of a storage, as the address is that a tensor without memory does not have."""
+    """Stands for the address of a tensor without memory: different for different parts of a storage."""
     return tensor.untyped_storage()._cdata + tensor.storage_offset() * tensor.element_size()
 
 

@@ -195,7 +195,7 @@ def _pieces(x_BKSE: Tensor, order: Sequence[int]) -> Tensor:
 
 
 class Ulysses(SharedAttention):
-    """Each rank attends over the whole sequence with its share of the heads; two exchanges convert between the two."""
+    """Each rank attends over the whole sequence with its share of the heads: one all-to-all before attention, one after it."""
 
     def __call__(self, q_BHSE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor, scope: Scope, scale: float | None = None, /) -> Tensor:
         q, k, v = (computed(x) for x in (q_BHSE, k_BKSE, v_BKSE))
