@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -52,9 +53,9 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, workshop_type: type[Wo
     shop.close()
 
 
-def disturbed(workshop: Workshop, *arguments: str) -> list[Event]:
+def disturbed(workshop: Workshop, *arguments: str, env: Mapping[str, str] | None = None) -> list[Event]:
     """Train to the end, whatever happens; nothing may be left of it afterwards."""
-    workshop.train(*arguments, "--run-dir", "run")
+    workshop.train(*arguments, "--run-dir", "run", env=env)
     path = workshop.path / "run"
     assert list(path.rglob("*.partial")) == []
     known = hashlib.sha256(str(path.absolute()).encode()).hexdigest()[:8]
@@ -88,22 +89,6 @@ def nearly(value: Any) -> Any:
     return pytest.approx(value, abs=1e-5)
 
 
-def test_dead_and_failed_ranks_do_not_change_the_losses(workshop: Workshop, undisturbed: Callable[..., Path]) -> None:
-    faults = (
-        "kill rank=3 step=1; kill rank=1 step=5; raise rank=2 step=9 in=collective; kill rank=0 step=13 during=update; "
-        "kill rank=0 step=17; kill rank=3 step=17; kill rank=1 step=24 during=evaluate"
-    )
-    events = disturbed(workshop, *FOUR, "cluster.nodes=2", "--chaos", faults)
-    close(undisturbed(*FOUR), events, exactly)
-    killing.equal(undisturbed(*FOUR), workshop.path / "run")
-    failures, recoveries = of(events, FailureNoticed), of(events, Recovered)
-    assert {(one.rank, one.cause) for one in failures} == {(0, "died"), (1, "died"), (2, "failed"), (3, "died")}
-    assert sorted(number for one in recoveries for number in one.failures) == list(range(1, len(failures) + 1))
-    assert {(one.action, one.ranks) for one in recoveries} == {("restart", 4)}
-    assert {one.source for one in recoveries[1:]} == {"live"} and {one.steps_lost for one in recoveries} == {0}
-    assert "Injected" in next(one.traceback for one in failures if one.cause == "failed")
-
-
 COUNT_TRAINERS = """
 import weakref
 from phalanx.training import trainer
@@ -114,15 +99,25 @@ def counted(self, *args, **kwargs):
     init(self, *args, **kwargs)
 trainer.Trainer.__init__ = counted
 """
+"""A survivor frees its state before it allocates that of the next generation."""
 
 
-def test_survivor_frees_the_state_of_the_last_generation(workshop: Workshop) -> None:
-    """Before it allocates the next: a GPU has no room for two. And process groups are destroyed in the background."""
-    settings = (*SIZES, "layout.data=2", "--chaos", "kill rank=0 step=4; kill rank=0 step=8")
-    ended = workshop.run("train", "tiny.toml", *settings, "--run-dir", "run", env=workshop.sabotage(COUNT_TRAINERS))
-    assert ended.code == 0, ended
-    lines = (workshop.path / "run/logs/rank-1.log").read_text().splitlines()
-    assert [line for line in lines if "earlier trainers" in line] == ["earlier trainers: 0"] * 3
+def test_dead_and_failed_ranks_do_not_change_the_losses(workshop: Workshop, undisturbed: Callable[..., Path]) -> None:
+    faults = (
+        "kill rank=3 step=1; kill rank=1 step=5; raise rank=2 step=9 in=collective; kill rank=0 step=13 during=update; "
+        "kill rank=0 step=17; kill rank=3 step=17; kill rank=1 step=24 during=evaluate"
+    )
+    events = disturbed(workshop, *FOUR, "cluster.nodes=2", "--chaos", faults, env=workshop.sabotage(COUNT_TRAINERS))
+    close(undisturbed(*FOUR), events, exactly)
+    killing.equal(undisturbed(*FOUR), workshop.path / "run")
+    logs = "".join(path.read_text() for path in (workshop.path / "run/logs").glob("rank-?.log"))
+    assert set(re.findall("earlier trainers: .*", logs)) == {"earlier trainers: 0"}, "a GPU has no room for two"
+    failures, recoveries = of(events, FailureNoticed), of(events, Recovered)
+    assert {(one.rank, one.cause) for one in failures} == {(0, "died"), (1, "died"), (2, "failed"), (3, "died")}
+    assert sorted(number for one in recoveries for number in one.failures) == list(range(1, len(failures) + 1))
+    assert {(one.action, one.ranks) for one in recoveries} == {("restart", 4)}
+    assert {one.source for one in recoveries[1:]} == {"live"} and {one.steps_lost for one in recoveries} == {0}
+    assert "Injected" in next(one.traceback for one in failures if one.cause == "failed")
 
 
 @pytest.mark.slow
