@@ -123,7 +123,7 @@ def one_rank(mesh: Mesh, run: Run, plan: Plan, folder: Path, saves: int) -> dict
         measured["stall"].append(ended.stall)  # type: ignore[attr-defined]
         measured["behind"].append(ended.bytes_per_second)  # type: ignore[attr-defined]
         measured["memory"].append(_status("VmHWM") - resident)
-    measured["staged"] = len(trainer.checkpointer._saver._staging._memory)
+    measured["staged"] = len(trainer.checkpointer._saver._staging._memory)  # type: ignore[arg-type]
     trainer.close()
     return measured
 

@@ -9,6 +9,7 @@ per second that the quickstart consumes: measured by running it, or args.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import multiprocessing
 import resource
@@ -23,7 +24,7 @@ import numpy as np
 
 from phalanx.data.dataset import open_dataset
 from phalanx.data.loader import Loader, ReplicaShare, SampleReader
-from phalanx.data.token_files import META, Part, TokenMeta
+from phalanx.data.token_files import Part, write_meta
 from phalanx.data.tokenizer import ByteTokenizer
 from phalanx.events.log import read_events
 from phalanx.events.records import Step
@@ -39,7 +40,7 @@ def make_corpus(folder: Path, tokens: int, documents: int) -> None:
     rng = np.random.default_rng(0)
     folder.mkdir(parents=True)
     noise = rng.integers(0, 256, PART, dtype="<u2")
-    parts = []
+    parts: list[Part] = []
     for first in range(0, tokens, PART):
         size = min(PART, tokens - first)
         count = max(1, documents * size // tokens)
@@ -49,28 +50,15 @@ def make_corpus(folder: Path, tokens: int, documents: int) -> None:
         name = f"part-{len(parts):06d}"
         ids.tofile(folder / f"{name}.tokens")
         bounds.tofile(folder / f"{name}.index")
-        parts.append(Part(name=name, documents=len(bounds) - 1, tokens=size, sha256=""))
-    meta = TokenMeta(
-        dtype="uint16",
-        tokenizer="byte",
-        tokenizer_sha256=ByteTokenizer.sha256,
-        vocab=ByteTokenizer.vocab,
-        end=ByteTokenizer.end,
-        masked=False,
-        documents=sum(part.documents for part in parts),
-        tokens=tokens,
-        skipped={},
-        parts=tuple(parts),
-        fingerprint=f"benchmark {tokens} {documents}",
-    )
-    (folder / META).write_text(meta.to_json())
+        parts.append(Part(name=name, documents=len(bounds) - 1, tokens=size, sha256=f"{tokens} {documents} {name}"))
+    write_meta(folder, ByteTokenizer(), parts, masked=False, skipped={})
 
 
 def tokens_per_second(
     samples: SampleReader, share: ReplicaShare, length: int, start: int = 0, seconds: float = 3.0
 ) -> tuple[float, float]:
     """Tokens that the loader delivers per second, and per second of CPU time, which other programs do not affect."""
-    with Loader(samples, share, start=start, prefetch=2, prepare=lambda batch: batch) as steps:
+    with contextlib.closing(Loader(samples, share, start=start, prefetch=2, prepare=lambda batch: batch)) as steps:
         next(steps)
         count, start_time, own = 0, time.perf_counter(), time.process_time()
         while time.perf_counter() - start_time < seconds:

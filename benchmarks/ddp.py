@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import tempfile
+from functools import partial
 from pathlib import Path
 
 from common import RUN, Job, job_pair, machine_load, median_steps, start_seconds
@@ -34,7 +35,7 @@ def main() -> None:
         ours, theirs = step["phalanx"], step["hand-written"]
         line = f"{ranks} ranks: {1 / ours:.2f} steps/s, hand-written {1 / theirs:.2f}: {theirs / ours:.3f}×"
         if args.starts:
-            start = start_seconds(lambda folder, ranks=ranks: jobs(folder, ranks), args.starts)
+            start = start_seconds(partial(jobs, ranks=ranks), args.starts)
             ours, theirs = start["phalanx"], start["hand-written"]
             line += f"; start-up {ours:.1f} s, hand-written {theirs:.1f} s: {ours / theirs:.2f}×"
         print(f"{line} ({machine_load()})", flush=True)

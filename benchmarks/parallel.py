@@ -95,7 +95,10 @@ def alternate(mesh: Mesh, run: Run, plan: Plan, technique: str, rounds: int, pro
         batches = [_batches(trainer, run, mesh, step) for step in range(WARM_UP + rounds)]
         ours, theirs = (Side(profiler=cProfile.Profile() if profile else None) for _ in range(2))
         for step in range(WARM_UP + rounds):
-            sides = [(ours, lambda: _loss(trainer)), (theirs, lambda step=step: loop.step(*batches[step]))]
+            sides: list[tuple[Side, Callable[[], float | None]]] = [
+                (ours, lambda: _loss(trainer)),
+                (theirs, partial(loop.step, *batches[step])),
+            ]
             for side, work in sides if step % 2 else sides[::-1]:
                 side.measure(work)
         trainer.close()
