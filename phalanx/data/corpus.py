@@ -3,11 +3,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -111,28 +110,28 @@ class OpenFile:
 
     def __init__(self, path: str, remedy: str = "restore the former file"):
         self._path, self._remedy = path, remedy
-        with self._errors():
+        try:
             self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise self._unreadable(error) from error
 
     def read(self, dtype: npt.DTypeLike, first: int, last: int, header: int = 0) -> npt.NDArray[Any]:
         """Elements first … last (exclusive) of an array that begins after `header` bytes."""
         values = np.empty(last - first, dtype=dtype)
         view, offset = values.view(np.uint8).data, header + first * values.itemsize
         while view:  # one call may return less than requested
-            with self._errors():
+            try:
                 count = os.preadv(self._fd, [view], offset)
+            except OSError as error:
+                raise self._unreadable(error) from error
             if not count:
                 size = os.fstat(self._fd).st_size
                 raise RunFailed(f"{self._path} has shrunk to {size} bytes since the run started: {self._remedy} and resume.")
             view, offset = view[count:], offset + count
         return values
 
-    @contextlib.contextmanager
-    def _errors(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise RunFailed(f"{self._path} can no longer be read ({error.strerror}): {self._remedy} and resume.") from error
+    def _unreadable(self, error: OSError) -> RunFailed:
+        return RunFailed(f"{self._path} can no longer be read ({error.strerror}): {self._remedy} and resume.")
 
     def __del__(self) -> None:
         if self._fd >= 0:  # opening may have failed

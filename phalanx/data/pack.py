@@ -172,7 +172,7 @@ class DiskArray:
     def __getitem__(self, at: int | slice) -> Any:
         if not isinstance(at, slice):
             first = range(self._length)[at]
-            return int(self[first : first + 1][0])
+            return int(self._file.read(self._dtype, first, first + 1, header=self._offset)[0])
         first, last, step = at.indices(self._length)
         return self._file.read(self._dtype, first, max(first, last), header=self._offset)[::step]
 
