@@ -279,7 +279,7 @@ def disconnect(mesh: Mesh) -> None:
 
 @contextmanager
 def abandoned() -> Iterator[None]:
-    """Leave where other ranks are gone. Inside, drop all references to groups; background threads destroy each once it is the last.
+    """Leave where other ranks are gone. Inside, drop all references to groups; background threads destroy each once theirs is the last.
 
     A group's destructor waits for the group's threads. One of them may be blocked in gloo, which does not always wake it when
     connections end, until `resilience.timeout`. The garbage collector must not run such a destructor in the main thread.
