@@ -299,11 +299,12 @@ class Mixture:
     def batch(self, indices: npt.NDArray[np.int64]) -> Batch:
         source, number = self._order(indices)
         present = sorted(set(source.tolist()))
-        parts = [self.sources[which].batch(number[source == which]) for which in present]
-        # The target row of each row of the concatenated parts.
-        back = np.argsort(np.concatenate([np.flatnonzero(source == which) for which in present]))
-        joined = Batch(*(np.concatenate(arrays)[back] for arrays in zip(*parts, strict=True)))
-        return joined._replace(samples=np.array(indices, dtype=np.int64))
+        parts: list[Batch] = [self.sources[which].batch(number[source == which]) for which in present]
+        if len(parts) > 1:
+            # The target row of each row of the concatenated parts.
+            back = np.argsort(np.concatenate([np.flatnonzero(source == which) for which in present]))
+            parts = [Batch(*(np.concatenate(arrays)[back] for arrays in zip(*parts, strict=True)))]
+        return parts[0]._replace(samples=np.array(indices, dtype=np.int64))
 
     def trace(self, index: int) -> Trace:
         """The origin of a sample."""
