@@ -77,11 +77,9 @@ class CheckpointReader:
         """Of thousands of files a rank needs a few; the sidecars tell which."""
         if self._needed is None or sidecar.boxes is None:
             return True
-        for key, box in sidecar.boxes_of(self._names_of_hashes):
-            for name in self._names_of_hashes[key]:
-                if name not in self._tensors or _overlaps(box, self._needed[name].slice):
-                    return True
-        return False
+        names = self._names_of_hashes
+        pairs = ((name, box) for key, box in sidecar.boxes_of(names) for name in names[key])
+        return any(name not in self._tensors or _overlaps(box, self._needed[name].slice) for name, box in pairs)
 
     @cached_property
     def _names_of_hashes(self) -> dict[int, list[str]]:
@@ -200,7 +198,7 @@ class CheckpointReader:
 def _overlaps(box: Box, wanted: TensorSlice) -> bool:
     if len(box.offset) != len(wanted.whole):
         return True  # of another tensor of this name; `fill` reports it
-    return any(box.overlap(own) is not None for own in wanted.boxes)
+    return any(map(box.overlap, wanted.boxes))
 
 
 # Comparing.

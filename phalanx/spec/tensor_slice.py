@@ -34,10 +34,14 @@ class Box:
 
     def overlap(self, other: Box) -> Box | None:
         """The region that both cover; None if there is none."""
-        first = tuple(map(max, self.offset, other.offset))
-        last = tuple(min(a + m, b + n) for a, m, b, n in zip(self.offset, self.shape, other.offset, other.shape, strict=True))
-        shape = tuple(end - begin for begin, end in zip(first, last, strict=True))
-        return Box(first, shape) if all(length > 0 for length in shape) else None
+        common = []
+        for first, length, begin, count in zip(self.offset, self.shape, other.offset, other.shape, strict=True):
+            start, stop = max(first, begin), min(first + length, begin + count)
+            if start >= stop:  # planning a load asks this of every box of a checkpoint
+                return None
+            common.append((start, stop - start))
+        offset, shape = zip(*common, strict=True) if common else ((), ())
+        return Box(offset, shape)
 
 
 @dataclass(frozen=True, slots=True)
