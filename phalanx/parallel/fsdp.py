@@ -232,14 +232,17 @@ def _experts_placement(parameter: nn.Parameter, ranks: int) -> Shard:
 def _device_mesh(shards: Group, replicas: Group, mesh: Mesh) -> DeviceMesh:
     assert shards.handle is not None, "a single rank has nobody to share with"
     kind = "cpu" if mesh.device.type == "meta" else mesh.device.type
-    # torch keeps what it found out about tensors on a mesh, for meshes of the same ranks and names: in a process that connects anew
-    # it would hand out tensors on the old one, whose groups are gone.
+    # DTensor caches results on a mesh for later meshes of the same ranks and names. After a recovery, those are on a mesh whose groups
+    # are gone: its names must differ, and it must not keep groups and their sockets alive. torch finds a mesh's groups by their names.
     names = (f"replicate {mesh.place.generation}", f"shard {mesh.place.generation}")
     if replicas.handle is None:
-        return DeviceMesh.from_group(shards.handle, kind, mesh_dim_names=names[1:])
-    # Ranks are numbered by coordinates, so going along one axis adds the same everywhere.
-    plane = [[across + along - mesh.rank for along in shards.ranks] for across in replicas.ranks]
-    return DeviceMesh.from_group([replicas.handle, shards.handle], kind, torch.tensor(plane), mesh_dim_names=names)
+        made = DeviceMesh.from_group(shards.handle, kind, mesh_dim_names=names[1:])
+    else:
+        # Ranks are numbered by coordinates, so going along one axis adds the same everywhere.
+        plane = [[across + along - mesh.rank for along in shards.ranks] for across in replicas.ranks]
+        made = DeviceMesh.from_group([replicas.handle, shards.handle], kind, torch.tensor(plane), mesh_dim_names=names)
+    made._pg_registry.clear()
+    return made
 
 
 def _groups(root: Any) -> list[Any]:

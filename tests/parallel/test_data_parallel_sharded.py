@@ -1,6 +1,10 @@
 from __future__ import annotations
 
+import gc
+import time
+import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -29,13 +33,14 @@ from sharded import (
 )
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
+from torch.distributed import distributed_c10d
 
 from phalanx.models.init import build
 from phalanx.parallel import data_parallel
 from phalanx.parallel.buckets import SHARD_BYTES, Bucket, ModelParam, own_shard
 from phalanx.parallel.data_parallel import DataParallel, Sharding
 from phalanx.parallel.fsdp import FullySharded
-from phalanx.parallel.mesh import Mesh
+from phalanx.parallel.mesh import Mesh, abandoned, connect, disconnect
 from phalanx.parallel.pipeline.split_backward import backward_input, backward_weight
 from phalanx.parallel.sharded_model import OwnedParam, ParamShard, extract
 from phalanx.spec.errors import RunError
@@ -334,6 +339,31 @@ def test_the_engines_say_what_they_have_done() -> None:
         f"parameters, gradients and optimizer state: {own:,} of {whole:,} elements; embed.weight: 128 of 257 rows, "
         "as (Shard(dim=0),) on a mesh of (2,)"
     )
+
+
+def test_groups_of_a_generation_are_freed_when_the_next_is_built() -> None:
+    layout = Layout(data=1, shard=2)
+
+    def on_ranks(joined: Mesh) -> int:
+        disconnect(joined)
+        groups = []
+        for generation in (1, 2, 3):
+            mesh = connect(replace(joined.place, generation=generation), "cpu", 30, layout)
+            model, engine = make(mesh, ODD, 3, "fp32")
+            accumulate(engine, model, [0], "fp32", 1)
+            if generation < 3:
+                groups += map(weakref.ref, distributed_c10d._world.pg_map)
+                mesh.barrier()
+                del mesh, model, engine
+                with abandoned():
+                    gc.collect()
+        assert len(groups) >= 4
+        deadline = time.monotonic() + 60  # background threads destroy them
+        while any(group() for group in groups) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return sum(group() is not None for group in groups)
+
+    assert run_ranks(on_ranks, 2, layout=layout) == [0, 0]
 
 
 def test_few_experts_are_cut_twice_and_boxes_have_no_gaps() -> None:

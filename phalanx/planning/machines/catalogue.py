@@ -15,13 +15,7 @@ from typing import Any, Literal
 from phalanx.spec.errors import RunError, either, near, quote
 from phalanx.spec.json_value import Json
 
-KINDS = {
-    "gpus": "a GPU",
-    "nodes": "a node",
-    "links": "a link",
-    "clusters": "a cluster",
-    "failures": "a table of failures",
-}
+KINDS = {"gpus": "a GPU", "nodes": "a node", "links": "a link", "clusters": "a cluster", "failures": "a table of failures"}
 """Folders of the catalogue, and what an entry of each is."""
 _LIST = "`phalanx clusters`"
 
