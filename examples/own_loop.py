@@ -1,16 +1,17 @@
 """A custom training loop around `Trainer`: restore, step, evaluate, save.
 
-python examples/own_loop.py
+python examples/own_loop.py [key=value …]
 torchrun --nproc-per-node 2 examples/own_loop.py   # the same program on two ranks
 """
 
+import sys
 from pathlib import Path
 
 import phalanx as px
 
 
 def main() -> None:
-    run = px.load(Path(__file__).parent / "quickstart.toml", ["train.steps=20"])
+    run = px.load(Path(__file__).parent / "quickstart.toml", ["train.steps=20", *sys.argv[1:]])
     trainer = px.trainer(run, checkpoints="runs/own-loop/checkpoints")
     trainer.restore()  # continues from the newest checkpoint, if there is one
     while not trainer.finished:

@@ -185,7 +185,9 @@ def legal(ranks: int, layers: int) -> list[tuple[str, int]]:
     return found
 
 
-@pytest.mark.parametrize(("ranks", "layers"), [(1, 5), (2, 7), pytest.param(2, 5, marks=pytest.mark.slow), (4, 9)])
+@pytest.mark.parametrize(
+    ("ranks", "layers"), [(1, 5), *(pytest.param(2, layers, marks=pytest.mark.slow) for layers in (5, 7)), (4, 9)]
+)
 def test_every_schedule_is_one_process(ranks: int, layers: int) -> None:
     gpt = spec(layers=layers, tied=True, bias=True, norm="layer", positions="learned", activation="gelu", context=LENGTH)
     cases = [

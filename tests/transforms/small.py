@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -67,6 +68,11 @@ def learned(model: nn.Module, compute: str = "fp32") -> dict[str, Tensor]:
     found = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
     assert len(found) == len(list(model.parameters()))
     return {"loss": value.detach()} | found | {f"{name} counts": router.counts for name, router in routers(model).items()}
+
+
+@functools.cache
+def learned_plainly(kind: str, compute: str) -> dict[str, Tensor]:
+    return learned(made(KINDS[kind]), compute)
 
 
 def trained(model: nn.Module, compute: str, steps: int) -> float:

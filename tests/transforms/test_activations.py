@@ -5,7 +5,7 @@ import weakref
 import pytest
 import torch
 from torch import Tensor
-from transforms.small import CPU, KINDS, differing, kept, learned, loss, made
+from transforms.small import CPU, KINDS, differing, kept, learned, learned_plainly, loss, made
 
 from phalanx.transforms import activations, fp8, recompute
 
@@ -13,9 +13,8 @@ from phalanx.transforms import activations, fp8, recompute
 @pytest.mark.parametrize("compute", ["fp32", "bf16"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_and_counts_are_the_same_bits(kind: str, compute: str) -> None:
-    plain = learned(made(KINDS[kind]), compute)
     moved = learned(made(KINDS[kind], lambda parts: activations.apply(parts, CPU)), compute)
-    assert differing(plain, moved) == []
+    assert differing(learned_plainly(kind, compute), moved) == []
 
 
 def test_together_with_recomputation_and_fp8() -> None:
