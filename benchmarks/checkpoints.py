@@ -141,7 +141,7 @@ def main() -> None:
     layers = round((args.parameters - 2 * 16384 * dim) / (12 * dim * dim))
     run = loads(RUN.format(dim=dim, layers=layers, ranks=args.ranks, device=args.device, threads=args.threads))
     plan = choose(run, probe("" if args.device == "cpu" else None), args.ranks)
-    if os.environ.get("GLOO_SOCKET_IFNAME") != "lo":  # before the first thread starts
+    if "PYTORCH_NVML_BASED_CUDA_CHECK" not in os.environ:  # before the first thread starts
         os.execve(sys.executable, [sys.executable, *sys.argv], worker_env(plan))
     folder = Path(tempfile.mkdtemp(dir=args.folder))
     try:

@@ -43,7 +43,7 @@ class Agent(NodeServices):
         self.slots, self._bind, self._chaos = settings.slots, settings.bind, settings.chaos
         self.last_begin: protocol.BeginGeneration | None = None
         """The order that began the newest generation."""
-        self.fork_client = ForkClient(self.rundir, self.plan, self._on_fork_server_failure)
+        self.fork_client = ForkClient(self.rundir, self.plan, self._bind, self._on_fork_server_failure)
         self._controller: Controller | None = None
         self._leader = LeaderClient(self, self._lead)
         self._forked = 0

@@ -91,6 +91,7 @@ class Controller(Control):
         if known is not None and known.join.name != join.name:
             self.lose_node(node, "it was started again")
         state.members[node] = Member(join, (host, port), channel, time.monotonic())
+        state.unreachable.discard(node)
         if join.stopping is not None:
             self._on_stop_requested(join.stopping)
         generation = state.generation
@@ -140,7 +141,7 @@ class Controller(Control):
         member = self.state.members.get(node)
         if member is not None and member.channel is not None:
             member.channel.close()
-            self.lose_node(node, "its link is down")
+            self.lose_node(node, "its link is down", silent=True)
 
     async def _send_heartbeats(self) -> None:
         while True:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -27,6 +28,8 @@ from phalanx.spec.run import Resilience, Run
 
 _ANSWER_TIMEOUT = 1.0  # seconds in which a rank reports its location
 _INSPECT_TIMEOUT = 1.5  # seconds in which an agent inspects a rank that does not answer
+_QUIET = 0.6  # seconds without a report after which a node may be lost; agents report every 0.2 s
+_OFFER_SECONDS = 1.5  # in which another node claims a term that is offered
 _STALL = 1.0  # seconds without a heartbeat, after which this process was itself stopped or starved
 _MEMORY_FRACTION = 0.4  # part of the free memory that replicas may take which nobody asked for
 
@@ -176,6 +179,9 @@ class ControllerState:
     joined: set[int] = field(default_factory=set)
     """Nodes that joined and are not handled yet."""
     joined_during_recovery: set[int] = field(default_factory=set)
+    unreachable: set[int] = field(default_factory=set)
+    """Nodes that went silent in this generation, whether they died or this node is cut off from them. A node whose process ended is not
+    among them: its machine has said so."""
     history: tuple[Failure, ...] = ()
     failures: int = 0
     """Failures noticed so far in this launch."""
@@ -286,18 +292,42 @@ class Control:
         for node, member in list(self.state.members.items()):
             if member.channel is not None and now - member.last_heard > self.settings.heartbeat:
                 member.channel.close()
-                self.lose_node(node, f"no sign of life for {now - member.last_heard:.1f} s")
+                self.lose_node(node, f"no sign of life for {now - member.last_heard:.1f} s", silent=True)
 
     @property
     def stalled(self) -> bool:
         """Whether this process was stopped or starved, and has not sent a heartbeat since."""
         return time.monotonic() - self._last_heartbeat > _STALL
 
-    def lose_node(self, node: int, reason: str) -> None:
-        """Forget a node. Its ranks are dead."""
+    async def lost_majority(self) -> bool:
+        """Whether more nodes have gone silent than are left: then this node may be the one that is cut off."""
+        state = self.state
+        if not state.unreachable:
+            return False
+
+        def heard() -> bool:
+            last = min((member.last_heard for member in state.members.values() if member.channel is not None), default=math.inf)
+            return time.monotonic() - last < _QUIET
+
+        await self.until(heard, self.settings.heartbeat)  # others that are silent, too, are lost a moment later
+        return len(state.unreachable) > len(state.members)
+
+    async def offer_term(self) -> bool:
+        """Let another node lead if any can reach the others; continue in a new term if none claims it. Returns whether this node leads."""
+        terms, name = self.agent.terms, self.agent.name
+        terms.offer(self.term)
+        await self.until(lambda: terms.newest()[0] != self.term, _OFFER_SECONDS)
+        if terms.claim(self.term + 1, name):
+            self.term += 1
+        return self.leads
+
+    def lose_node(self, node: int, reason: str, *, silent: bool = False) -> None:
+        """Forget a node. Its ranks are dead. `silent`: it may be alive, but not be reachable from here."""
         state = self.state
         if state.members.pop(node, None) is None:
             return
+        if silent:
+            state.unreachable.add(node)
         state.joined.discard(node)
         generation = state.generation
         if generation is None or node not in generation.assignment:
@@ -349,6 +379,7 @@ class Control:
         if state.copy_every is not None:
             await self.set_replica_peers(assignment)
         state.generation = Generation(number, plan, assignment, self.term)
+        state.unreachable.clear()
         self.order(
             protocol.BeginGeneration(
                 generation=number,

@@ -2,7 +2,8 @@
 follows the author of the newest term. Used by `control/agent` and `control/controller`.
 
 A term is a symbolic link `term-00003` whose target is the name of its author. Creating a link is exclusive and atomic on every file
-system, network ones included, and needs no data block, so a full disk stops no election. A node's address is in `node-00001.json`.
+system, network ones included, and needs no data block, so a full disk stops no election. The author of a term may offer it to the others
+with a link `offer-00003`: then they need not wait until it counts as lost. A node's address is in `node-00001.json`.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ _MAX_NODE_FILE = 64 << 10  # bytes
 _RETRY = 0.2  # seconds until an unreachable controller is tried again
 _CONNECT_TIMEOUT = 1.0  # seconds
 _TURN = 0.3  # seconds by which each node lets the one before it claim the next term first
+_CLAIM_POLL = 0.1  # seconds between two looks whether another node has claimed
 _FIRST_TERM = 20.0  # seconds that all nodes wait for node 0 to claim the first term: it may still be loading
 
 
@@ -63,9 +65,21 @@ class Terms:
         assert _AUTHOR.fullmatch(author), f"{author!r} is no author's name"
         try:
             os.symlink(author, self._term(term))
-        except FileExistsError:
-            return self._author(term) == author  # a network file system can lose the answer after it made the link
+        except OSError:
+            # A lost race is a FileExistsError, on some network file systems a PermissionError. Others lose the answer to a link that
+            # they have made. The link decides.
+            if not os.path.lexists(self._term(term)):
+                raise
+            return self._author(term) == author
         return True
+
+    def offer(self, term: int) -> None:
+        """The author lets others claim the next term at once. It may claim that itself, too."""
+        with contextlib.suppress(FileExistsError):
+            os.symlink("offer", self._offer(term))
+
+    def offered(self, term: int) -> bool:
+        return os.path.lexists(self._offer(term))
 
     def announce(self, node: int, info: dict[str, Any]) -> None:
         """Publish the name and address of a node, readable by this user only. Never contains the token."""
@@ -99,6 +113,9 @@ class Terms:
 
     def _term(self, term: int) -> Path:
         return self.folder / f"term-{term:05d}"
+
+    def _offer(self, term: int) -> Path:
+        return self.folder / f"offer-{term:05d}"
 
     def _node(self, node: int) -> Path:
         return self.folder / f"node-{node:05d}.json"
@@ -210,7 +227,7 @@ class LeaderClient:
             term, author = self._agent.terms.newest()
             if author == self._agent.name:
                 await self._lead(term)
-            elif author and author not in lost:
+            elif author and author not in lost and not self._agent.terms.offered(term):
                 if not await self._follow_author(term, author):
                     lost.add(author)
             elif await self._wait_for_turn(term, lost) and self._agent.terms.claim(term + 1, self._agent.name):
@@ -222,8 +239,10 @@ class LeaderClient:
         living = sorted(node for node, info in announced.items() if info.get("name") not in lost)
         position = living.index(self._agent.node) if self._agent.node in living else len(living)
         first_term = term == 0 and self._agent.node
-        await asyncio.sleep(_TURN * position + (_FIRST_TERM if first_term else 0.0))
-        return self._agent.terms.newest()[0] == term
+        deadline = time.monotonic() + _TURN * position + (_FIRST_TERM if first_term else 0.0)
+        while (still := self._agent.terms.newest()[0] == term) and (left := deadline - time.monotonic()) > 0:
+            await asyncio.sleep(min(left, _CLAIM_POLL))
+        return still
 
     async def _follow_author(self, term: int, author: str) -> bool:
         """Obey the author of this term until it is deposed or unreachable (True) or lost (False)."""
@@ -235,7 +254,7 @@ class LeaderClient:
             if not self._agent.reachable(node):
                 raise ConnectionError("the link is down")
             host, port = info["address"]
-            self._channel = await connect((host, port), self._agent.token, min(self._heartbeat, _CONNECT_TIMEOUT))
+            self._channel = await self._connect((host, port), term)
         except ConnectionRefusedError:
             return False  # its machine is up, its process is gone
         except (OSError, TimeoutError):
@@ -258,6 +277,15 @@ class LeaderClient:
             self._channel = None
         return True
 
+    async def _connect(self, address: Address, term: int) -> Channel:
+        """Connect to the author of a term. Raises TimeoutError if that takes too long, or as soon as the author offers its term."""
+        connecting = asyncio.ensure_future(connect(address, self._agent.token, min(self._heartbeat, _CONNECT_TIMEOUT)))
+        while not (await asyncio.wait({connecting}, timeout=_CLAIM_POLL))[0]:
+            if self._agent.terms.offered(term):
+                connecting.add_done_callback(_close_late)
+                raise TimeoutError("it has offered its term")
+        return connecting.result()
+
     def _shows_life(self, node: int, author: str) -> bool:
         """Whether an unreachable controller still touches its file: then only the link is broken, and a takeover would split the run."""
         now, touched = time.monotonic(), self._agent.terms.touched(node)
@@ -265,3 +293,9 @@ class LeaderClient:
         if known is None or known[0] != touched:
             self._signs_of_life[author] = known = (touched, now)
         return now - known[1] <= self._heartbeat
+
+
+def _close_late(connecting: asyncio.Future[Channel]) -> None:
+    """Close a connection that nobody waits for any more."""
+    if not connecting.cancelled() and connecting.exception() is None:
+        connecting.result().close()

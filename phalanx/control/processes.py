@@ -92,9 +92,9 @@ async def inspect_process(worker: Worker) -> HangReport:
 class ForkClient:
     """The fork server and the connection to it. It is restarted if it dies; the ranks it has forked live on."""
 
-    def __init__(self, rundir: RunDir, plan: Plan, on_failure: Callable[[str, str], None]):
+    def __init__(self, rundir: RunDir, plan: Plan, bind: str, on_failure: Callable[[str, str], None]):
         """`on_failure` is called with the reason and the log when the fork server cannot be started."""
-        self._rundir, self._plan, self._on_failure = rundir, plan, on_failure
+        self._rundir, self._plan, self._bind, self._on_failure = rundir, plan, bind, on_failure
         self.ready = asyncio.Event()
         """The fork server has loaded torch."""
         self._requests: dict[str, asyncio.Future[int]] = {}
@@ -112,7 +112,7 @@ class ForkClient:
                 stdout=log,
                 stderr=log,
                 pass_fds=(theirs.fileno(),),
-                env=worker_env(self._plan),
+                env=worker_env(self._plan, self._bind),
                 start_new_session=True,
             )
         ours.setblocking(False)

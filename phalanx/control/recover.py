@@ -44,6 +44,8 @@ class Recovery:
         """Change the generation, again if more fails meanwhile, until one has begun or the run ends."""
         while self._control.leads and self._agent.outcome is None:
             await asyncio.sleep(_GATHER)
+            if await self._control.lost_majority() and not await self._control.offer_term():
+                return
             self._gather()
             if not self._save_only and all(isinstance(event, NodeJoined) for event in self._events):
                 if not await self._pause_to_grow():

@@ -6,6 +6,7 @@ import os
 import sysconfig
 from pathlib import Path
 
+from phalanx.host.interfaces import interface_of
 from phalanx.spec.plan import Place, Plan
 
 
@@ -36,14 +37,15 @@ def python_env() -> dict[str, str]:
     return dict(os.environ) | {"PYTHONPATH": os.pathsep.join(filter(None, [home, os.environ.get("PYTHONPATH")]))}
 
 
-def worker_env(plan: Plan) -> dict[str, str]:
-    """The environment of a plan's workers on this machine."""
+def worker_env(plan: Plan, bind: str = "127.0.0.1") -> dict[str, str]:
+    """The environment of a plan's workers on a node whose address is `bind`. Interfaces that the user has set stay."""
+    interface = interface_of(bind)
+    sockets = {"GLOO_SOCKET_IFNAME": interface} if interface else {}
+    if interface == "lo":  # every rank is on this machine; over a network, NCCL knows best
+        sockets["NCCL_SOCKET_IFNAME"] = interface
     ours = {
         "OMP_NUM_THREADS": str(plan.threads),
         "MKL_NUM_THREADS": str(plan.threads),
-        # All ranks are on this machine and use the loopback interface only.
-        "GLOO_SOCKET_IFNAME": "lo",
-        "NCCL_SOCKET_IFNAME": "lo",
         # Querying GPUs through NVML does not initialize CUDA, so ranks can be forked afterwards.
         "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
         "PYTHONUNBUFFERED": "1",
@@ -55,7 +57,7 @@ def worker_env(plan: Plan) -> dict[str, str]:
         layout = plan.layout
         mixes = layout.shard * layout.tensor * layout.context * layout.expert > 1
         ours |= {"MALLOC_MMAP_THRESHOLD_": str(1 << 20 if mixes else 1 << 30), "MALLOC_TRIM_THRESHOLD_": str(4 << 30)}
-    return python_env() | ours
+    return sockets | python_env() | ours
 
 
 def use_loopback_only() -> None:

@@ -155,8 +155,9 @@ class Job:
 
     def _remove_control_files(self) -> None:
         """Remove terms and addresses, which are dangling links now and would break a copy of the run directory."""
-        for path in (*self.rundir.control.glob("term-*"), *self.rundir.control.glob("node-*")):
-            path.unlink(missing_ok=True)
+        for pattern in ("term-*", "offer-*", "node-*"):
+            for path in self.rundir.control.glob(pattern):
+                path.unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # claims of injected faults stay, for those who count them
             self.rundir.control.rmdir()
 

@@ -145,6 +145,16 @@ def test_controller_loss_elects_another_node_and_a_spare_joins(workshop: Worksho
     assert all(one.path.startswith("memory") for one in of(events, Restored)), "the disk was read"
 
 
+def test_controller_that_is_cut_off_leaves_the_run_to_the_others(workshop: Workshop, undisturbed: Callable[..., Path]) -> None:
+    faults = "drop-link 0-1 step=8 for=600s; drop-link 0-2 step=8 for=600s"
+    events = disturbed(workshop, *FOUR, "cluster.nodes=3", "resilience.spares=1", "--chaos", faults)
+    close(undisturbed(*FOUR), events, exactly)
+    assert [(one.term, one.node) for one in of(events, ControllerChanged)] == [(2, 1)]
+    assert {(one.cause, one.node) for one in of(events, FailureNoticed)} == {("node lost", 0)}
+    (recovery,) = of(events, Recovered)
+    assert (recovery.action, recovery.source, recovery.ranks, recovery.steps_lost) == ("spare", "live", 4, 0)
+
+
 @pytest.mark.slow
 def test_recovery_gives_up_on_repeated_failures(workshop: Workshop) -> None:
     """The same exception at the same step, from the program itself, in each attempt."""

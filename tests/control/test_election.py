@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import json
 import os
 import shutil
@@ -9,11 +11,14 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from phalanx.control.election import Terms
+from phalanx.control.election import LeaderClient, Terms
 from phalanx.host.env import python_env
+from phalanx.spec.run import Resilience
 
 
 def test_terms_are_claimed_in_order(tmp_path: Path) -> None:
@@ -66,6 +71,35 @@ def test_invalid_term_files_have_no_author_and_stop_no_election(tmp_path: Path, 
     assert claims.claim(3, "1-b2") and claims.newest() == (3, "1-b2")
 
 
+@pytest.mark.parametrize("code", [errno.EPERM, errno.EACCES, errno.EIO])
+def test_lost_race_on_a_network_file_system_is_a_lost_race(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    """sshfs answers EPERM instead of EEXIST, and a network may lose the answer to a link that it has made."""
+    claims, symlink = Terms(tmp_path), os.symlink
+
+    def slow(author: str, path: Path) -> None:
+        if not os.path.lexists(path):
+            symlink(winner, path)
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "symlink", slow)
+    winner = "1-b2"
+    assert not claims.claim(1, "0-a1") and claims.newest() == (1, "1-b2")
+    winner = "0-a1"
+    assert claims.claim(2, "0-a1") and claims.newest() == (2, "0-a1")
+    monkeypatch.setattr(os, "symlink", lambda author, path: (_ for _ in ()).throw(OSError(code, os.strerror(code))))
+    with pytest.raises(OSError, match=os.strerror(code)):
+        claims.claim(3, "0-a1")
+
+
+def test_term_is_offered_once(tmp_path: Path) -> None:
+    claims = Terms(tmp_path)
+    claims.claim(1, "0-a1")
+    assert not claims.offered(1)
+    claims.offer(1)
+    claims.offer(1)
+    assert claims.offered(1) and not claims.offered(2) and claims.newest() == (1, "0-a1")
+
+
 def test_author_names_are_restricted_to_plain_characters(tmp_path: Path) -> None:
     for name in ("", "a/b", "..", "a b", "a" * 51, "a\n"):
         with pytest.raises(AssertionError):
@@ -104,6 +138,34 @@ def test_invalid_node_files_are_ignored(tmp_path: Path) -> None:
     (tmp_path / "node-5.json").write_text("{}")
     (tmp_path / ".node-00013.77").write_text("{}")
     assert claims.announced() == {0: {"here": 1}}
+
+
+def test_node_that_is_ready_first_does_not_sleep_while_node_0_claims(tmp_path: Path) -> None:
+    """It would wait 20 s for node 0, which is loading. Here node 0 claims the first term a moment later and dies."""
+    terms, led = Terms(tmp_path), []
+    agent: Any = SimpleNamespace(
+        terms=terms,
+        name="1-b2",
+        node=1,
+        token="t",
+        outcome=None,
+        run=SimpleNamespace(resilience=Resilience()),
+        reachable=lambda _: True,
+    )
+
+    async def lead(term: int) -> None:
+        led.append(term)
+        agent.outcome = "done"
+
+    async def scenario() -> None:
+        terms.announce(0, {"name": "0-a1", "address": ["127.0.0.1", 1]})  # nobody listens there
+        terms.announce(1, {"name": "1-b2", "address": ["127.0.0.1", 1]})
+        asyncio.get_running_loop().call_later(0.3, terms.claim, 1, "0-a1")
+        async with asyncio.timeout(15):
+            await LeaderClient(agent, lead).follow()
+
+    asyncio.run(scenario())
+    assert led == [2]
 
 
 FULL = """
