@@ -122,7 +122,8 @@ class ControlThread:
 
 
 def cut_connections() -> None:
-    """Shut down every connected TCP socket of this process, which wakes everybody blocked on one, here or on the other side.
+    """Shut down every TCP connection of this process, which wakes everybody blocked on one, here or on the other side; also those that
+    are not established yet, because the other host does not answer.
 
     gloo's own ways to abort wake nobody. Its listening sockets must not be touched; the agent's connection is not TCP.
     """
@@ -132,6 +133,6 @@ def cut_connections() -> None:
             if not stat.S_ISSOCK(os.fstat(fd).st_mode):
                 continue
             with socket.socket(fileno=os.dup(fd)) as sock:
-                if sock.family in (socket.AF_INET, socket.AF_INET6) and sock.type == socket.SOCK_STREAM:
-                    sock.getpeername()  # fails on a listening socket
+                tcp = sock.family in (socket.AF_INET, socket.AF_INET6) and sock.type == socket.SOCK_STREAM
+                if tcp and not sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):  # not listening
                     sock.shutdown(socket.SHUT_RDWR)

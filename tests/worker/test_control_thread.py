@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import signal
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 
 import pytest
 
 from phalanx.control import protocol
+from phalanx.host.env import python_env
 from phalanx.worker import control_thread
 from phalanx.worker.control_thread import INTERRUPT, ControlThread
 
@@ -68,3 +71,44 @@ def test_generation_that_is_over_does_not_begin(sides: tuple[Agent, ControlThrea
     assert control.orders.get() == protocol.Halt(generation=3)
     assert not control.begin(3) and not control.working
     assert control.begin(4) and control.working
+
+
+CONNECT = """
+import socket, threading
+from phalanx.worker.control_thread import cut_connections
+
+def connecting(address):
+    sock = socket.socket()
+    sock.setblocking(False)
+    sock.connect_ex(address)
+    return sock
+
+def state(sock):
+    return sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0]
+
+SYN_SENT, LISTEN = 2, 10
+server = socket.create_server(("127.0.0.1", 0), backlog=0)
+full = []
+while not full or state(full[-1]) != SYN_SENT:  # until the kernel no longer answers, like a host that is cut off
+    full.append(connecting(server.getsockname()))
+sock, ended = socket.socket(), []
+
+def connect():
+    try:
+        sock.connect(server.getsockname())
+    except OSError as error:
+        ended.append(error)
+
+thread = threading.Thread(target=connect, daemon=True)
+thread.start()
+while state(sock) != SYN_SENT:
+    pass
+cut_connections()
+thread.join(60)
+print(len(ended), state(server) == LISTEN)
+"""
+
+
+def test_rank_that_waits_for_a_host_which_does_not_answer_is_woken() -> None:
+    done = subprocess.run([sys.executable, "-c", CONNECT], capture_output=True, text=True, env=python_env())
+    assert done.stdout == "1 True\n", done.stderr
