@@ -100,6 +100,14 @@ class Generation:
         return self.corruption is None or bool(self.corruption.culprits) or self.corruption.what == "gradients"
 
     @property
+    def last_valid(self) -> int | None:
+        """The newest step whose state may be used; None: no limit."""
+        if self.corruption is None or self.corruption.what == "gradients":
+            return None
+        restored = min(self.restored.values(), default=0)
+        return restored if self.corruption.last_valid is None else self.corruption.last_valid
+
+    @property
     def untouched(self) -> bool:
         """This is the first generation of the launch and no step was taken, so there is nothing to save."""
         return self.number == 0 and not self.first_steps and not any(beat.steps_taken for beat in self.beats.values())
@@ -135,7 +143,12 @@ class Generation:
         None if no survivor has a usable state.
         """
         unusable = self.dead | set(self.corruption.culprits if self.corruption is not None else ())
-        usable = {rank: report for rank, report in self.survivors.items() if report.step is not None and rank not in unusable}
+        limit = math.inf if self.last_valid is None else self.last_valid
+        usable = {
+            rank: report
+            for rank, report in self.survivors.items()
+            if report.step is not None and report.step <= limit and rank not in unusable
+        }
         if not usable or not self.valid_state_known:
             return None
         step = max(report.step or 0 for report in usable.values())
@@ -423,5 +436,6 @@ def copy_every(run: Run, plan: Plan, assignment: Sequence[int]) -> int | None:
     root, nodes = shm_slots.default_root(), len(set(assignment))
     free = shm_slots.free_bytes(root if root.is_dir() else root.parent)
     # Each node holds the replicas of its own ranks and of its neighbor's.
-    need = 2 * plan.parameters * BYTES_PER_PARAMETER * min(nodes, 2) / nodes
+    slots = len(shm_slots.slots_for(run.resilience.check_every, plan.layout))
+    need = slots * plan.parameters * BYTES_PER_PARAMETER * min(nodes, 2) / nodes
     return 1 if need <= _MEMORY_FRACTION * free else None

@@ -94,7 +94,7 @@ class StateSource(Message):
 
     in_memory: bool
     newest_step: int | None = None
-    """Disk: ignore checkpoints after this step; None: no limit."""
+    """States after this step are wrong: their checkpoints are removed. None: no limit."""
     generation: int = 0
     step: int = 0
     ranks: int = 0
@@ -301,8 +301,8 @@ class ReplicasDiffer(RankReport):
     """Ranks with wrong values; empty if unknown."""
     what: str
     """"weights", "optimizer" or "gradients"."""
-    agreed: int | None
-    """Last step at which replicas were equal."""
+    last_valid: int | None
+    """Newest step whose state is right on every rank that is no culprit; None: the one that the generation restored."""
     reason: str
 
 

@@ -156,11 +156,10 @@ class Recovery:
         live = await self._hand_off(generation)
         servers = self._state.replica_servers()
         replicas = await asyncio.to_thread(replica_index.complete_states, servers, self._agent.token)
-        newest_step: int | None = None
-        if generation.corruption is not None and not generation.valid_state_known:
-            # Replicas saved after the ranks last agreed may be wrong, too.
-            newest_step = generation.corruption.agreed or 0
+        newest_step = generation.last_valid
         usable = [state for state in replicas if newest_step is None or state.step <= newest_step]
+        if newest_step is not None:  # no later failure may find the wrong ones
+            await asyncio.to_thread(replica_index.discard, servers, self._agent.token, after=newest_step)
         states = [(_rewinds(state), state.step, "memory", state.generation, state.ranks) for state in usable]
         if live is not None:
             rewinds, step, ranks = live
@@ -175,7 +174,9 @@ class Recovery:
             # A run that fails again and again must not fill the memory with earlier hand-offs.
             self._agent.spawn(discard_replicas(self._control, generation.number))
         addresses = [list(server) for server in servers]
-        return protocol.StateSource(in_memory=True, generation=number, step=step, ranks=ranks, servers=addresses)
+        return protocol.StateSource(
+            in_memory=True, newest_step=newest_step, generation=number, step=step, ranks=ranks, servers=addresses
+        )
 
     async def _hand_off(self, generation: Generation) -> tuple[int, int, int] | None:
         """Have the survivors copy their state into host memory; returns (rewinds, step, ranks), or None if part of it is missing."""
@@ -203,7 +204,7 @@ def _rewinds(state: replica_index.ReplicaState) -> int:
 async def discard_replicas(control: Control, before: int) -> None:
     """Free hand-offs of earlier generations. With replicas after every step nothing needs to be done: newer ones replace them."""
     if control.state.copy_every is None:
-        await asyncio.to_thread(replica_index.discard, control.state.replica_servers(), control.agent.token, before)
+        await asyncio.to_thread(replica_index.discard, control.state.replica_servers(), control.agent.token, before=before)
 
 
 def failure_noticed(number: int, failure: Failure, generation: Generation) -> FailureNoticed:

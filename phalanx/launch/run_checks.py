@@ -138,9 +138,10 @@ def replica_problems(run: Run, plan: Plan) -> Iterator[str]:
         yield f"{key}: in-memory replicas cannot be stored ({error}): remove the key to train without them."
         return
     # Each node holds the replicas of its own ranks and of its neighbor's, and all nodes of a local job share this machine.
-    if free < (need := 2 * plan.parameters * BYTES_PER_PARAMETER * min(2, run.cluster.nodes)):
+    slots = len(shm_slots.slots_for(run.resilience.check_every, plan.layout))
+    if free < (need := slots * plan.parameters * BYTES_PER_PARAMETER * min(2, run.cluster.nodes)):
         yield (
-            f"{key}: two replicas of the state of {plan.parameters / 1e6:,.1f} M parameters take {_mib(need)} of memory, "
+            f"{key}: {slots} replicas of the state of {plan.parameters / 1e6:,.1f} M parameters take {_mib(need)} of memory, "
             f"but {root} has {_mib(free)} free: free some, give the container more shared memory, or remove the key."
         )
 

@@ -3,6 +3,7 @@ is restored. The trainer decides when to save; `checkpointing` writes and reads.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
@@ -22,6 +23,7 @@ from phalanx.checkpointing.hf_folder import ReferenceLogits
 from phalanx.checkpointing.location import Location, open_location
 from phalanx.checkpointing.replicas.memory_checkpoint import MemoryCopies
 from phalanx.checkpointing.replicas.replica_index import MemoryLocation
+from phalanx.checkpointing.replicas.shm_slots import slots_for
 from phalanx.checkpointing.restore import load
 from phalanx.checkpointing.save import Saver, failure_text
 from phalanx.checkpointing.state_tensor import StateTensor
@@ -68,6 +70,8 @@ class Checkpointer(StepHook):
         self._newest: Location | None = None
         self.step: int | None = None
         """Step of the newest checkpoint, the same on all ranks."""
+        self.equal_step: Callable[[], int | None] = lambda: None
+        """The newest step whose state was found equal among replicas: if one is corrupt, the run goes back to a state before it."""
 
     def prepare(self, tensors: Tensors) -> None:
         """Allocates the memory that background saves and copies need."""
@@ -93,7 +97,7 @@ class Checkpointer(StepHook):
         """Copies the present state to host memory, if a copy is due; all ranks call it together."""
         for copies in self._copies:
             if progress.step % self._copy_every == 0:
-                copies.take(progress.step, tensors(), self._metadata_on_rank_0(progress))
+                copies.take(progress.step, tensors(), self._metadata_on_rank_0(progress), self.equal_step())
 
     def _metadata_on_rank_0(self, progress: Progress) -> RunMetadata:
         return RunMetadata() if self._mesh.rank else self.metadata(progress)
@@ -172,6 +176,9 @@ class Checkpointer(StepHook):
 
     def _prune(self, newest: Location) -> None:
         protected = {name for jobs in self._after_save for name in jobs.in_use}
+        if (equal := self.equal_step()) is not None:
+            older = (path for path in directory.list_checkpoints(self._location) if (directory.step_of(path) or 0) <= equal)
+            protected |= {path.name for path in itertools.islice(older, 1)}  # newest first
         spec = self._run.checkpoint
         self._exports.on_pruned(directory.prune(self._location, spec.keep_last, newest, spec.keep_every, protected))
 
@@ -273,7 +280,8 @@ def _memory_copies(run: Run, mesh: Mesh) -> MemoryCopies:
     is_default, on_gpu = run.checkpoint.memory_every is None, accelerator.of(mesh.device).asynchronous
     # Default copies protect state that no other rank holds: on CPUs they are taken after every step, at any cost.
     patient = is_default and not on_gpu
-    copies = MemoryCopies(mesh, Path(mesh.place.replica_folder), mesh.place.generation, patient=patient)
+    slots = slots_for(run.resilience.check_every, mesh.layout)
+    copies = MemoryCopies(mesh, Path(mesh.place.replica_folder), mesh.place.generation, patient=patient, slots=slots)
     if is_default and on_gpu:
         copies.pace = _DEFAULT_COPY_SHARE
     return copies

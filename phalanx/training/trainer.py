@@ -98,8 +98,10 @@ class Trainer:
         self.sharded, self.optimizer, self.model = state.sharded, state.optimizer, state.sharded.parts[0]
         self.stepper = Stepper(self.run, self.plan, state.sharded, state.experts, state.pipeline(self.run))
         self.stepper.hooks = self.hooks
+        check = ReplicaCheck(self.run.resilience.check_every, state.sharded, state.tensors)
+        self.checkpointer.equal_step = lambda: check.last_agreed
         self.hooks.add(
-            ReplicaCheck(self.run.resilience.check_every, state.sharded, state.tensors),
+            check,
             self.checkpointer,
             StepAccounting(self.run, state),
             StepTiming(self.run, self.plan, state.sharded),

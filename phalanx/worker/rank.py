@@ -183,7 +183,7 @@ class Rank(RankProgram):
                         generation=generation,
                         culprits=list(error.verdict.guilty),
                         what=error.verdict.what,
-                        agreed=error.last_agreed,
+                        last_valid=error.last_valid,
                         reason=str(error),
                     )
                 )
@@ -206,6 +206,8 @@ class Rank(RankProgram):
         self._heartbeat.start(generation)
         mesh = connect(place, plan.device, self._run.resilience.timeout, plan.layout)
         trainer = self._build(plan, mesh, order.chaos)
+        if (valid := order.begin.source.newest_step) is not None:
+            trainer.checkpointer.remove_after(valid)
         for event in trainer.restore(self._location(order.begin.source, mesh, place)):
             self._record(event, trainer)
         control.report(protocol.RankRestored(generation=generation, step=trainer.progress.step))
@@ -231,8 +233,7 @@ class Rank(RankProgram):
     def _location(self, source: protocol.StateSource, mesh: Mesh, place: Place) -> Location | None:
         """Where to restore from; None: the newest checkpoint on disk."""
         if not source.in_memory:
-            assert self._trainer is not None
-            return None if source.newest_step is None else self._trainer.checkpointer.newest(source.newest_step)[0]
+            return None
         memory = None
         if mesh.rank == 0:
             assert place.token is not None

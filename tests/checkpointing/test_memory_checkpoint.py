@@ -28,6 +28,7 @@ from phalanx.checkpointing.replicas import replica_index, shm_slots
 from phalanx.checkpointing.replicas.memory_checkpoint import MemoryCopies, SharedStaging
 from phalanx.checkpointing.replicas.replica_index import MemoryLocation
 from phalanx.checkpointing.replicas.replica_server import ReplicaServer, request
+from phalanx.checkpointing.replicas.shm_slots import SLOTS
 from phalanx.checkpointing.restore import load
 from phalanx.checkpointing.state_tensor import ReplicaGroup, StateTensor
 from phalanx.events.frames import Address, Refused
@@ -163,6 +164,27 @@ def test_memory_replicas_survive_any_single_node_loss(tmp_path: Path) -> None:
         assert loaded(newest_state(addresses(found), TOKEN)) == (12, True)
         found[2].lose()
         assert newest_state(addresses(found), TOKEN) is None
+
+
+def test_newest_state_that_was_found_equal_is_kept_until_a_newer_one_is(tmp_path: Path) -> None:
+    """After a corruption, states since the last comparison are wrong."""
+    with nodes(tmp_path, 2) as found:
+
+        def complete() -> list[int]:
+            return [state.step for state in replica_index.complete_states(addresses(found), TOKEN)]
+
+        copies = MemoryCopies(ALONE, found[0].folder, slots=SLOTS)
+        seen = []
+        for step, equal in ((1, None), (2, None), (3, 2), (4, 2), (5, 2), (6, 2), (7, 6), (8, 6), (9, 6)):
+            copies.take(step, state_of(ALONE, step), RunMetadata(extra={"of": step}), equal)
+            copies.release()
+            copies.settle()
+            seen.append(complete())
+        copies.close()
+        assert seen == [[1], [2, 1], [3, 2, 1], [4, 3, 2], [5, 4, 2], [6, 5, 2], [7, 6, 5], [8, 7, 6], [9, 8, 6]]
+        replica_index.discard(addresses(found), TOKEN, after=6)
+        assert complete() == [6]
+        assert loaded(newest_state(addresses(found), TOKEN)) == (6, True)
 
 
 def test_losing_the_only_replica_falls_back_to_an_older_step(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from commands import Workshop
 
 from phalanx.events.records import (
     ControllerChanged,
+    Corrupted,
     Event,
     FailureNoticed,
     Recovered,
@@ -143,6 +144,19 @@ def test_controller_loss_elects_another_node_and_a_spare_joins(workshop: Worksho
     (recovery,) = of(events, Recovered)
     assert (recovery.action, recovery.source, recovery.ranks, recovery.steps_lost) == ("spare", "live", 4, 0)
     assert all(one.path.startswith("memory") for one in of(events, Restored)), "the disk was read"
+
+
+@pytest.mark.parametrize("source", ["memory", "disk"])
+def test_corruption_between_two_checks_is_undone(workshop: Workshop, undisturbed: Callable[..., Path], source: str) -> None:
+    """Found in step 10, before it is applied. Until then, gradients computed with the wrong weights have changed everybody's state."""
+    copies = ("checkpoint.memory_every=1",) if source == "memory" else ()
+    four, settings = (*SIZES, "layout.data=4"), ("resilience.check_every=5", "checkpoint.every=3", *copies)
+    events = disturbed(workshop, *four, *settings, "--chaos", "corrupt rank=2 step=6")
+    close(undisturbed(*four), events, exactly)
+    killing.equal(undisturbed(*four), workshop.path / "run")
+    assert [(one.step, one.rank, one.what) for one in of(events, Corrupted)] == [(10, 2, "weights")]
+    (recovery,) = of(events, Recovered)
+    assert (recovery.source, recovery.step) == (source, 4 if source == "memory" else 3)
 
 
 def test_controller_that_is_cut_off_leaves_the_run_to_the_others(workshop: Workshop, undisturbed: Callable[..., Path]) -> None:

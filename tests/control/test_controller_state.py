@@ -75,18 +75,21 @@ def test_survivors_that_cannot_reach_the_newest_step_do_not_contribute() -> None
 
 
 @pytest.mark.parametrize(
-    ("what", "guilty", "left"),
+    ("what", "guilty", "valid", "left"),
     [
-        ("weights", [1], [0, 2, 3]),
-        ("weights", [], None),  # it cannot be told whose are right
-        ("gradients", [], [0, 1, 2, 3]),  # they were not applied
+        ("weights", [1], 9, [0, 2, 3]),  # they changed after the last update
+        ("weights", [1], 5, None),  # gradients computed with them have reached everybody
+        ("weights", [1], None, [0, 2, 3]),  # no update since the state was restored
+        ("weights", [], None, None),  # it cannot be told whose are right
+        ("gradients", [], 9, [0, 1, 2, 3]),  # they were not applied
     ],
 )
-def test_corrupt_states_are_not_used(what: str, guilty: list[int], left: list[int] | None) -> None:
+def test_corrupt_states_are_not_used(what: str, guilty: list[int], valid: int | None, left: list[int] | None) -> None:
     current = of(Layout(data=4))
     for rank in range(4):
         stand(current, rank, 9, divisor=1.0)
-    current.update(ReplicasDiffer(generation=3, rank=0, culprits=guilty, what=what, agreed=5, reason="they differ"))
+        current.restored[rank] = 9 if valid is None else 3
+    current.update(ReplicasDiffer(generation=3, rank=0, culprits=guilty, what=what, last_valid=valid, reason="they differ"))
     target = current.newest_state()
     assert (None if target is None else target[1]) == left
 

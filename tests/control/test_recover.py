@@ -138,11 +138,19 @@ def test_disk_is_the_source_without_anything_in_memory(choose_source: Choose) ->
         assert choose_source(ranks) == ("disk", StateSource(in_memory=False))
 
 
-def test_only_states_before_an_unattributed_corruption_are_used(choose_source: Choose) -> None:
+@pytest.mark.parametrize("culprits", [[], [1]])
+def test_only_states_before_a_corruption_are_used(
+    choose_source: Choose, culprits: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The state of every rank is wrong from the first update with gradients of wrong weights on, whoever had them."""
+    forgotten: list[int] = []
+    monkeypatch.setattr(replica_index, "discard", lambda servers, token, *, after: forgotten.append(after))
     current = generation(9, 9)
-    current.update(ReplicasDiffer(generation=4, rank=0, culprits=[], what="weights", agreed=6, reason="they differ"))
-    assert choose_source(Ranks(current), copy_of(6), copy_of(8))[1].step == 6
+    current.update(ReplicasDiffer(generation=4, rank=0, culprits=culprits, what="weights", last_valid=6, reason="they differ"))
+    name, source = choose_source(Ranks(current), copy_of(6), copy_of(8))
+    assert (name, source.step, source.newest_step) == ("memory", 6, 6)
     assert choose_source(Ranks(current), copy_of(8)) == ("disk", StateSource(in_memory=False, newest_step=6))
+    assert forgotten == [6, 6], "a later failure would restore step 8"
 
 
 def test_failure_records_name_rank_and_node() -> None:

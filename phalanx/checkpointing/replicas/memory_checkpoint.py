@@ -2,7 +2,8 @@
 
 Each rank copies what it would write into a checkpoint, as the same file, into memory that it shares with its node's replica server. A step
 waits only for this copy, and only before the state changes again; the server then computes checksums, seals the slot, and sends it to the
-peer node. A rank has two slots, and the one with the newest state that is complete on all ranks is never written.
+peer node. Of a rank's slots, the one with the newest state that is complete on all ranks is never written, nor, of three, the one with the
+newest state that was compared among replicas and found equal.
 """
 
 from __future__ import annotations
@@ -89,10 +90,13 @@ class _Turn:
 class MemoryCopies:
     """The copies of one generation of a run, on one rank."""
 
-    def __init__(self, ranks: Ranks, folder: Path, generation: int = 0, *, patient: bool = False):
+    def __init__(
+        self, ranks: Ranks, folder: Path, generation: int = 0, *, patient: bool = False, slots: tuple[str, ...] = SLOTS[:2]
+    ):
         """`folder`: of this node's replica server. `patient`: wait for the previous copy rather than skip one, so that a failure never
         costs more than a step."""
         self._ranks, self._slot_dir, self._generation, self._patient = ranks, SlotDir(folder), generation, patient
+        self._slot_names = slots
         self._boxes: list[WrittenBox] = []
         self._header = b""
         self._slots: dict[str, SharedStaging] = {}
@@ -101,8 +105,8 @@ class MemoryCopies:
         self._ballot: Ballot | None = None
         self._ended: list[Event] = []
         self._warned: set[str] = set()
-        self._newest_slot: str | None = None
-        """On rank 0: the slot with the newest state that is complete on all ranks."""
+        self._complete: dict[str, int] = {}
+        """On rank 0: the steps of slots that are complete on all ranks."""
         self._number = self._skipped = 0
         self._stall = 0.0
         self._closed = False
@@ -134,8 +138,8 @@ class MemoryCopies:
         failure = None
         try:
             which = {"generation": self._generation, "rank": self._ranks.rank}
-            ask_server(self._slot_dir, {"op": "reserve", "bytes": self._bytes} | which)
-            for slot in SLOTS:
+            ask_server(self._slot_dir, {"op": "reserve", "bytes": self._bytes, "slots": list(self._slot_names)} | which)
+            for slot in self._slot_names:
                 path = self._slot_dir.slot(self._generation, self._ranks.rank, slot)
                 self._slots[slot] = SharedStaging(self._ranks.device, path, self._header)
                 self._slots[slot].map(self._bytes - len(self._header))
@@ -146,8 +150,11 @@ class MemoryCopies:
                 self._ballot.fail(failure)
             self._ballot.done()
 
-    def take(self, step: int, tensors: Mapping[str, Tensor | StateTensor], metadata: RunMetadata) -> None:
-        """Start a copy of the current state; all ranks call it together. Call `release` before the state changes.
+    def take(
+        self, step: int, tensors: Mapping[str, Tensor | StateTensor], metadata: RunMetadata, equal: int | None = None
+    ) -> None:
+        """Start a copy of the current state; all ranks call it together. Call `release` before the state changes. `equal`: the newest step
+        whose state was found equal among replicas.
 
         Skipped while the previous copy is in progress on some rank, as training never waits for a peer unless it is `patient`; and while
         the memory is not ready, for which it waits a short time.
@@ -159,7 +166,7 @@ class MemoryCopies:
         if self._reserving is None:
             patience = math.inf
             self.prepare(tensors)
-        turn = self._ranks.broadcast_object(self._decide(step, patience) if self._ranks.rank == 0 else None)
+        turn = self._ranks.broadcast_object(self._decide(step, patience, equal) if self._ranks.rank == 0 else None)
         if turn is None:
             self._skipped += 1
             return
@@ -181,7 +188,7 @@ class MemoryCopies:
         self._thread = threading.Thread(target=self._seal, args=arguments, name=f"copy of step {step}", daemon=True)
         self._thread.start()
 
-    def _decide(self, step: int, patience: float) -> _Turn | None:
+    def _decide(self, step: int, patience: float, equal: int | None) -> _Turn | None:
         """On rank 0: what to do about the copy that is due; None: skip it. `patience`: seconds to wait for the memory."""
         if self._thread is not None and self._patient:
             self._thread.join(_LAG)
@@ -194,8 +201,14 @@ class MemoryCopies:
                 return None
             problem = self._ballot.failures()
         self._number = self._ranks.store_add("copies", 1)
-        slot = SLOTS[1] if self._newest_slot == SLOTS[0] else SLOTS[0]
-        discard_older = self._newest_slot is not None and self._generation > 0
+        keep = [max(self._complete, key=self._complete.__getitem__)] if self._complete else []
+        if compares := len(self._slot_names) > 2:
+            known = {slot: of for slot, of in self._complete.items() if equal is not None and of <= equal}
+            keep += [max(known, key=known.__getitem__)] if known else []
+        slot = min((name for name in self._slot_names if name not in keep), key=lambda name: self._complete.get(name, -1))
+        self._complete.pop(slot, None)
+        # Before that, a corruption may need the states of the last generation.
+        discard_older = self._generation > 0 and bool(known if compares else keep)
         return _Turn(problem, self._number, slot, discard_older, step + self._interval(step))
 
     def _interval(self, step: int) -> int:
@@ -238,7 +251,7 @@ class MemoryCopies:
         if failure is not None:
             self._warn(f"There is no copy in memory of step {copy.step}: ", failure)
             return
-        self._newest_slot = copy.slot
+        self._complete[copy.slot] = copy.step
         if (problem := peers.failures()) is not None:
             self._warn(f"The copy in memory of step {copy.step} is not whole on a second node: ", problem)
         peer = peers.bytes == self._ranks.ranks

@@ -99,11 +99,11 @@ def set_peers(servers: dict[int, Address], token: str) -> None:
             request(address, token, {"op": "peers", "addresses": list(servers.items())}, patience=_PATIENCE)
 
 
-def discard(servers: Iterable[Address], token: str, before: int) -> None:
-    """Free the memory of generations before this one."""
+def discard(servers: Iterable[Address], token: str, *, before: int = 0, after: int | None = None) -> None:
+    """Free the memory of generations before this one, and forget copies of later steps than `after`."""
     for address in servers:
         with contextlib.suppress(OSError):  # a lost node has nothing to free
-            request(address, token, {"op": "discard", "before": before}, patience=_PATIENCE)
+            request(address, token, {"op": "discard", "before": before, "after": after}, patience=_PATIENCE)
 
 
 @dataclass(frozen=True, eq=False)

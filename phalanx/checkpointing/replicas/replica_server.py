@@ -134,7 +134,7 @@ class ReplicaServer:
             "reserve": self._reserve,
             "seal": self._seal,
             "list": self._list,
-            "discard": lambda message: self.slots.discard(int(message["before"])),
+            "discard": lambda message: self.slots.discard(int(message["before"]), message.get("after")),
             "peers": self._set_peer,
         }
         # For this node's workers. Only this user can read the folder.
@@ -204,7 +204,7 @@ class ReplicaServer:
         """Allocate a worker's slots, here and on the peer."""
         generation, rank, size = (int(message[key]) for key in ("generation", "rank", "bytes"))
         with self._reserving:
-            self.slots.reserve(generation, rank, size, tuple(message.get("slots", SLOTS)))
+            self.slots.reserve(generation, rank, size, tuple(message["slots"]))
         peer = self._peer
         if peer is not None and not message.get("for_peer") and not message.get("alone"):
             try:
@@ -240,7 +240,7 @@ class ReplicaServer:
                 raise ValueError(f"{length} bytes for a copy of {copy.size} in slot {copy.slot!r}")
             self.slots.unseal(int(copy.generation), int(copy.rank), copy.slot)
             with self._reserving:
-                self.slots.reserve(copy.generation, copy.rank, length)
+                self.slots.reserve(copy.generation, copy.rank, length, (copy.slot,))
             with (
                 self.slots.slot(copy.generation, copy.rank, copy.slot).open("r+b") as file,
                 mmap.mmap(file.fileno(), 0) as area,

@@ -1,5 +1,5 @@
-"""Memory replicas of one node: files in /dev/shm, two slots for each rank, of which one is always complete. The replica server owns the
-folder; the node's workers copy into it. Does not import torch.
+"""Memory replicas of one node: files in /dev/shm, two or three slots for each rank, of which one is always complete. The replica server
+owns the folder; the node's workers copy into it. Does not import torch.
 
     /dev/shm/phalanx-1000/RUN-node0/     one node of one run; `lock` is held as long as a process uses it
         00000-00003-a.safetensors        generation 0, rank 3, slot a: the rank's file of a checkpoint
@@ -26,8 +26,9 @@ from typing import Any
 
 from phalanx.checkpointing.format import SUFFIX, RunMetadata, Sidecar
 from phalanx.events.rundir import replace_file
+from phalanx.spec.layout import Layout
 
-SLOTS = ("a", "b")
+SLOTS = ("a", "b", "c")
 HANDOFF_SLOT = "h"
 """The slot that a survivor writes its state into when a generation ends."""
 LOCK = "lock"
@@ -37,6 +38,12 @@ _SEAL = ".json"
 _USABLE = 0.9  # of the free memory; the rest is for the other processes of the machine
 _CGROUP = Path("/sys/fs/cgroup")
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+def slots_for(check_every: int, layout: Layout) -> tuple[str, ...]:
+    """The slots of each rank: one is the newest, one is written. Where replicas are compared, one more keeps the newest state that was found
+    equal: after a corruption, later ones are wrong."""
+    return SLOTS if check_every and (layout.data or 1) * layout.context > 1 else SLOTS[:2]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +90,7 @@ class SlotDir:
         assert slot in (*SLOTS, HANDOFF_SLOT)
         return self.folder / f"{generation:05d}-{rank:05d}-{slot}{SUFFIX}"
 
-    def reserve(self, generation: int, rank: int, size: int, slots: tuple[str, ...] = SLOTS) -> None:
+    def reserve(self, generation: int, rank: int, size: int, slots: tuple[str, ...]) -> None:
         """Allocate a rank's slots now: a worker that copies into a full file system would be killed. OSError, with the numbers, if there
         is too little memory."""
         paths = [self.slot(generation, rank, slot) for slot in slots]
@@ -134,8 +141,11 @@ class SlotDir:
             raise FileNotFoundError(f"{path} no longer contains step {step}")
         return path
 
-    def discard(self, before: int) -> None:
-        """Free the memory of generations before this one."""
+    def discard(self, before: int, after: int | None = None) -> None:
+        """Free the memory of generations before this one, and forget copies of later steps than `after`."""
+        for copy in self.copies():
+            if after is not None and copy.step > after:
+                self.unseal(copy.generation, copy.rank, copy.slot)
         for path in self.folder.glob(f"*-*-?{SUFFIX}"):
             if int(path.name.split("-")[0]) < before:
                 path.with_suffix(_SEAL).unlink(missing_ok=True)

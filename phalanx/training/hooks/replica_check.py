@@ -52,6 +52,18 @@ class Corruption(StepRefused):
         ranks: tuple[int | None, ...] = verdict.guilty or (None,)
         self.events = [Corrupted(step=step, rank=rank, what=verdict.what, message=self._message) for rank in ranks]
 
+    @property
+    def last_valid(self) -> int | None:
+        """The newest step whose state is right on every rank that is not guilty; None: the one that was restored.
+
+        Gradients of a rank with wrong weights reach everybody in the next update. So if it is unknown when the values of the guilty became
+        wrong, only the state that was last found equal is right.
+        """
+        guilty, since = self.verdict.guilty, self.verdict.since
+        if self.verdict.what == GRADIENTS:
+            return self.step - 1
+        return min(since[rank] for rank in guilty) - 1 if guilty and since.keys() >= {*guilty} else self.last_agreed
+
     def __str__(self) -> str:
         return self._message
 
