@@ -8,7 +8,7 @@ RUN := runs/quickstart-$(shell date +%Y%m%d-%H%M%S)
 # Tests start hundreds of processes: what they import is compiled once, not by each of them.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup quickstart test test-slow lint types contracts tests bench planner-accuracy planner-fit docs clean
+.PHONY: setup quickstart test test-slow test-clusters lint types contracts tests bench planner-accuracy planner-fit docs clean
 
 setup: $(STAMP)
 
@@ -41,11 +41,15 @@ contracts: setup
 WORKERS ?= auto
 
 tests: setup
-	$(BIN)/python -m pytest -m "not slow" --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -m "not slow and not clusters" --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 # Proofs that take minutes: run before an issue is resolved.
 test-slow: setup
 	$(BIN)/python -m pytest -m slow
+
+# Several hosts, as network namespaces of this machine; needs root.
+test-clusters: setup
+	$(BIN)/python -m pytest -m clusters tests/clusters
 
 # Steps per second and start-up beside hand-written loops; needs a quiet machine.
 bench: setup

@@ -260,10 +260,12 @@ class LeaderClient:
         except (OSError, TimeoutError):
             await asyncio.sleep(_RETRY)
             return self._shows_life(node, author)
+        heard = False
         try:
             self._channel.post(protocol.encode(self._agent.join_report()))
             while self._agent.outcome is None:
                 order = protocol.decode(await asyncio.wait_for(self._channel.receive(), self._heartbeat))
+                heard = True
                 if isinstance(order, protocol.ControllerAlive):
                     self._signs_of_life[author] = (self._agent.terms.touched(node), time.monotonic())
                     continue
@@ -275,6 +277,8 @@ class LeaderClient:
         finally:
             self._channel.close()
             self._channel = None
+        if not heard:
+            await asyncio.sleep(_RETRY)  # it does not lead yet, or does not want this node now
         return True
 
     async def _connect(self, address: Address, term: int) -> Channel:

@@ -61,17 +61,18 @@ def python_command(module: str, *arguments: str) -> list[str]:
 class ModuleProcess(subprocess.Popen[bytes]):
     """A Python module as a process in a session of its own, with pipes to its standard input and from its standard output.
 
-    It reads `settings` as its first line of input, because every user of the machine can read the arguments of a process.
+    It reads `settings` as its first line of input, because every user of the machine can read the arguments of a process. `prefix`: a
+    command that runs the command which follows it.
     """
 
     stdin: IO[bytes]
     stdout: IO[bytes]
 
-    def __init__(self, module: str, settings: JsonObject, log: Path, fds: Sequence[int] = ()):
+    def __init__(self, module: str, settings: JsonObject, log: Path, fds: Sequence[int] = (), prefix: Sequence[str] = ()):
         pipe = subprocess.PIPE
         with log.open("ab") as errors, stop_signals_blocked():
             super().__init__(
-                python_command(module),
+                [*prefix, *python_command(module)],
                 stdin=pipe,
                 stdout=pipe,
                 stderr=errors,

@@ -93,7 +93,8 @@ class _Node:
 class Job:
     """A started run. Read `events()` to the end; then `exit_code` and `failure` are set."""
 
-    def __init__(self, prepared: Prepared, chaos: str = ""):
+    def __init__(self, prepared: Prepared, chaos: str = "", start: Launcher | None = None):
+        """`start`: a launcher other than the one that the run file names."""
         self.run, self.plan, self.rundir = prepared.run, prepared.plan, prepared.rundir
         self.exit_code: int | None = None
         self.failure: WorkerFailed | None = None
@@ -108,7 +109,7 @@ class Job:
         for event in first_events(prepared):
             self._log.emit(event)
         nodes = self.run.cluster.nodes
-        self._launcher = launcher(self.run.cluster.launcher)
+        self._launcher = start or launcher(self.run.cluster.launcher)
         self._settings = AgentSettings(
             run_dir=str(self.rundir.path.absolute()),
             nodes=nodes,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import select
+from collections.abc import Sequence
 from pathlib import Path
 
 from phalanx.control.protocol import AgentSettings, Message, decode, encode
@@ -15,8 +16,8 @@ class LocalAgent(ModuleProcess):
     """An agent, as a process in a session of its own: Ctrl-C reaches only this process, which asks all nodes to stop together.
     Its ranks die with it."""
 
-    def __init__(self, settings: AgentSettings, log: Path):
-        super().__init__("phalanx.control.agent", encode(settings), log)
+    def __init__(self, settings: AgentSettings, log: Path, prefix: Sequence[str] = ()):
+        super().__init__("phalanx.control.agent", encode(settings), log, prefix=prefix)
         self._buffer = b""
 
     def fileno(self) -> int:
