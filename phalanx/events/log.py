@@ -25,8 +25,8 @@ class EventLog:
     """
 
     def __init__(self, path: Path):
+        self._path = path
         self._queue: deque[bytes] = deque(maxlen=_MAX_QUEUED)
-        self._partial_line = False
         self._fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
         size = os.fstat(self._fd).st_size
         if size and os.pread(self._fd, 1, size - 1) != b"\n":
@@ -42,16 +42,23 @@ class EventLog:
 
     def _append(self, line: bytes) -> bool:
         """Returns False if the disk is full."""
-        whole = b"\n" * self._partial_line + line
         try:
             DISK.check()
-            written = os.write(self._fd, whole)
+            written = os.write(self._fd, line)
         except OSError as error:
             if error.errno in _FULL:
                 return False
             raise
-        self._partial_line = written < len(whole)  # readers skip the part; the whole line is written again
-        return not self._partial_line
+        if written < len(line):
+            self._end_part(os.lseek(self._fd, 0, os.SEEK_CUR))
+        return written == len(line)
+
+    def _end_part(self, end: int) -> None:
+        """End the part of a line that had room, so that no other process appends its own line to it. Readers skip it; the whole line is
+        written again. Replacing its last byte needs no space, but a file that is not open for appending."""
+        fd = os.open(self._path, os.O_WRONLY | os.O_CLOEXEC)
+        os.pwrite(fd, b"\n", end - 1)
+        os.close(fd)
 
     def close(self) -> None:
         os.close(self._fd)

@@ -67,9 +67,4 @@ def use_loopback_only() -> None:
 
 def limit_to_one_thread() -> None:
     """Make libraries that are imported from now on use one thread each."""
-    os.environ |= {
-        "RAYON_NUM_THREADS": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-        "OMP_NUM_THREADS": "1",
-        "ARROW_IO_THREADS": "1",
-    }
+    os.environ |= {"RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1", "ARROW_IO_THREADS": "1"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import random
@@ -174,7 +175,18 @@ def test_a_full_disk_ends_a_write_and_closes_the_file(tmp_path: Path, monkeypatc
         write(file, data)
 
     monkeypatch.setattr(location._DirectFile, "write", limited)
-    before = os.listdir("/proc/self/fd")
+    path = tmp_path / "file"
     with pytest.raises(OSError, match="No space left"):
-        write_file(Local(tmp_path / "file"), [bytes(700)] * 5)
-    assert (tmp_path / "file").stat().st_size == 1400 and os.listdir("/proc/self/fd") == before
+        write_file(Local(path), [bytes(700)] * 5)
+    assert path.stat().st_size == 1400 and not is_open(path)
+    with path.open():
+        assert is_open(path)
+
+
+def is_open(path: Path) -> bool:
+    """Whether this process has the file open. Descriptors of others may come and go meanwhile."""
+    links = []
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            links.append(os.readlink(f"/proc/self/fd/{name}"))
+    return str(path) in links

@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from phalanx.events import frames
 from phalanx.events.frames import Address, BlockingChannel
+from phalanx.events.rundir import replace_file
 from phalanx.host.env import use_loopback_only
 from phalanx.parallel.mesh import connect
 from phalanx.spec.plan import Place
@@ -249,7 +250,7 @@ def _sum_on(rank: int, address: Address, beat: Path, over: Path) -> None:
             assert values.eq(3 * step + 3).all(), f"rank {rank}, step {step}: {values}"
         assert mesh.store_add(f"step {step}", 1) <= 3
         step += 1
-        beat.write_text(str(step))
+        replace_file(beat, str(step))
         last = torch.tensor(float(over.exists()))
         if mesh.all_reduce(last) > 0:
             os._exit(0)

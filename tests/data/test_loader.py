@@ -174,7 +174,7 @@ def test_loader_close_wakes_a_waiting_consumer() -> None:
 def test_collected_loader_stops_its_thread() -> None:
     steps = loader()
     next(steps)
-    (thread,) = set(threading.enumerate()) - BEFORE
+    (thread,) = (one for one in set(threading.enumerate()) - BEFORE if one.name.startswith("loader"))
     gone = weakref.ref(steps)
     del steps
     gc.collect()

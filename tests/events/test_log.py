@@ -139,7 +139,7 @@ def test_existing_log_is_appended_to(tmp_path: Path) -> None:
 
 def test_records_wait_while_the_disk_is_full(tmp_path: Path, mount_disk: Any) -> None:
     disk = mount_disk(tmp_path / "disk", "64k")
-    log = EventLog(disk / "log")
+    log, other = EventLog(disk / "log"), EventLog(disk / "log")
     log.emit(Warned(message="before"))
     with (disk / "filling").open("wb", buffering=0) as file, pytest.raises(OSError, match="No space"):
         while file.write(bytes(1000)):
@@ -148,10 +148,12 @@ def test_records_wait_while_the_disk_is_full(tmp_path: Path, mount_disk: Any) ->
     for message in said:
         log.emit(Warned(message=message))
     (disk / "filling").unlink()
+    other.emit(Warned(message="other"))  # another process, which does not know of the part
+    other.close()
     log.emit(Warned(message="after"))
     log.close()
     events = read_events(disk / "log")
-    assert [event.message for event in events if isinstance(event, Warned)] == ["before", *said, "after"]
+    assert [event.message for event in events if isinstance(event, Warned)] == ["before", said[0], "other", *said[1:], "after"]
 
 
 APPEND = """
