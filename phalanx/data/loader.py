@@ -103,7 +103,7 @@ def _read(
 
 
 def _stop(requests: queue.SimpleQueue[int | None], thread: threading.Thread) -> None:
-    """Cancels the requests that the thread has not begun, and waits for it, also at interpreter exit: a thread inside a library crashes then."""
+    """Cancels pending requests and waits for the thread. Also at interpreter exit, which a thread inside a library could crash."""
     with contextlib.suppress(queue.Empty):
         while True:
             requests.get_nowait()

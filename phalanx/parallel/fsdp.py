@@ -232,8 +232,8 @@ def _experts_placement(parameter: nn.Parameter, ranks: int) -> Shard:
 def _device_mesh(shards: Group, replicas: Group, mesh: Mesh) -> DeviceMesh:
     assert shards.handle is not None, "a single rank has nobody to share with"
     kind = "cpu" if mesh.device.type == "meta" else mesh.device.type
-    # DTensor caches results on a mesh for later meshes of the same ranks and names. After a recovery, those are on a mesh whose groups
-    # are gone: its names must differ, and it must not keep groups and their sockets alive. torch finds a mesh's groups by their names.
+    # DTensor's caches outlive a generation and are keyed by the ranks and names of a mesh. So names contain the generation: results on a
+    # mesh whose groups are gone must not be reused. And a mesh refers to no group, whose sockets would stay open; torch finds it by name.
     names = (f"replicate {mesh.place.generation}", f"shard {mesh.place.generation}")
     if replicas.handle is None:
         made = DeviceMesh.from_group(shards.handle, kind, mesh_dim_names=names[1:])
