@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from phalanx.host.env import torchrun_place
 from phalanx.host.probe import this_machine
-from phalanx.launch.launcher import Job
+from phalanx.launch.job import Job
 from phalanx.launch.model_check import measure
 from phalanx.launch.prepare import Request, prepare
 from phalanx.planning.machines.hardware import planned

@@ -27,7 +27,7 @@ from phalanx.events.rundir import RunDir
 from phalanx.faults.grammar import Fault, check, expand_random, format_faults, parse
 from phalanx.host.env import torchrun_place
 from phalanx.host.probe import this_machine
-from phalanx.launch.launcher import Job, first_events
+from phalanx.launch.job import Job, first_events
 from phalanx.launch.prepare import Prepared, Request, prepare
 from phalanx.spec.errors import PhalanxError, RunError, RunFailed, refuse
 from phalanx.spec.load import load
@@ -154,8 +154,9 @@ def _train_under_torchrun(place: Place, run_file: Path, overrides: list[str], re
     torch.set_num_threads(plan.threads)
     rundir = RunDir(path)
     show = None if prepared is None else _show_start(prepared)
+    log = EventLog(rundir.events_file)
     try:
-        code = RankProgram(run, rundir, StopSignals(), also=show).train(plan, mesh)
+        code = RankProgram(run, rundir, StopSignals(), log.emit, also=show).train(plan, mesh)
     except PhalanxError as error:
         print_error(error)  # the message suffices
         code = 1

@@ -20,7 +20,8 @@ from typing import Any
 from phalanx.control import protocol, store_server
 from phalanx.control.channel import Channel, Listener
 from phalanx.control.controller import Controller
-from phalanx.control.election import LeaderClient, NodeServices
+from phalanx.control.election import LeaderClient, NodeServices, tell_launcher
+from phalanx.control.launcher_registry import LauncherRegistry
 from phalanx.control.node_faults import NodeFaults
 from phalanx.control.processes import ForkClient, ReplicaProcess, Worker, inspect_process
 from phalanx.events import heartbeat
@@ -31,7 +32,9 @@ from phalanx.spec.plan import Place
 
 _BEAT = 0.2  # seconds between two reports of heartbeats
 _REFUSAL_RECORDS = 5.0  # seconds between two records of refused connections
-_MAX_LINE = 1 << 20  # bytes of a message from the launcher
+_MAX_LINE = 16 << 20  # bytes of a message from the launcher
+_LOG_BLOCK = 1 << 16  # bytes of a log that are sent at a time
+_LOG_SECONDS = 0.5  # between two looks at the logs
 _LAST_WORDS = 0.02  # seconds after a worker's death in which its last report is read from its pipe
 
 
@@ -60,8 +63,12 @@ class Agent(NodeServices):
         asyncio.get_running_loop().add_signal_handler(signal.SIGCHLD, self._reap)
         listener = Listener(self._bind, self.token, self._on_connection, self._on_refused)
         self.address = listener.address
-        self.terms.announce(self.node, {"name": self.name, "address": list(self.address), "pid": os.getpid()})
-        tasks = (self.spawn(self._follow()), self.spawn(self._send_beats()))
+        self.registry.announce(
+            self.node, protocol.NodeInfo(name=self.name, address=list(self.address), pid=os.getpid())
+        )
+        tasks = [self.spawn(self._follow()), self.spawn(self._send_beats())]
+        if not self.sees_launch:
+            tasks.append(self.spawn(self._send_logs()))
         await self._over.wait()
         for task in tasks:
             task.cancel()
@@ -73,7 +80,6 @@ class Agent(NodeServices):
         await listener.close()
         self.replica_process.close()
         self._faults.close()
-        self._log.close()
 
     async def _follow(self) -> None:
         await self.fork_client.ready.wait()
@@ -81,10 +87,12 @@ class Agent(NodeServices):
 
     async def _lead(self, term: int) -> None:
         self._controller = Controller(self, term)
+        self.records.connect(self._controller.record)
         try:
             self._controller.receive(self.node, self.join_report())
             await self._controller.lead()
         finally:
+            self.records.connect(None)
             self._controller = None
 
     def _on_fork_server_failure(self, reason: str, log: str) -> None:
@@ -138,6 +146,7 @@ class Agent(NodeServices):
                 if not worker.gone.is_set() or worker.exit_code is not None
             },
             last_begin=self.last_begin,
+            step=max((beat.step for beat in self._beats().values()), default=None),
             stopping=self.stopping,
         )
 
@@ -151,15 +160,32 @@ class Agent(NodeServices):
     async def _send_beats(self) -> None:
         """Report the heartbeats of the ranks, which are also the heartbeat of the node."""
         while True:
-            now = time.monotonic()
-            beats: dict[str, Beat] = {}
-            for worker in self.workers.values():
-                if worker.gone.is_set() or worker.rank is None or (beat := heartbeat.read(worker.heartbeat)) is None:
-                    continue
-                beats[str(worker.rank)] = beat._replace(since=now - beat.since)
+            beats = self._beats()
             self.report(protocol.Beats(beats=beats))
             self._faults.on_step(max((beat.step for beat in beats.values()), default=-1))
             await asyncio.sleep(_BEAT)
+
+    def _beats(self) -> dict[str, Beat]:
+        now = time.monotonic()
+        beats: dict[str, Beat] = {}
+        for worker in self.workers.values():
+            if worker.gone.is_set() or worker.rank is None or (beat := heartbeat.read(worker.heartbeat)) is None:
+                continue
+            beats[str(worker.rank)] = beat._replace(since=now - beat.since)
+        return beats
+
+    async def _send_logs(self) -> None:
+        """Send what ranks and this node's helper processes write to their logs, which nobody else can read."""
+        sent = {path.name: path.stat().st_size for path in self.rundir.logs.glob("*.log")}
+        while True:
+            for path in sorted(self.rundir.logs.glob("*.log")):
+                with path.open("rb") as file:
+                    file.seek(sent.setdefault(path.name, 0))
+                    block = file.read(_LOG_BLOCK)
+                if block:
+                    sent[path.name] += len(block)
+                    tell_launcher(protocol.LogText(name=path.name, text=block.decode(errors="replace")))
+            await asyncio.sleep(_LOG_SECONDS)
 
     # --- orders ---
 
@@ -253,7 +279,10 @@ class Agent(NodeServices):
 
     # --- the workers ---
 
-    def _on_rank_report(self, worker: Worker, report: protocol.RankReport) -> None:
+    def _on_rank_report(self, worker: Worker, report: protocol.RankReport | protocol.Record) -> None:
+        if isinstance(report, protocol.Record):
+            self.records.add(report)
+            return
         if isinstance(report, protocol.RankFailed):
             worker.failure = report.failure  # reported with its death
             return
@@ -304,7 +333,7 @@ async def _main() -> None:
     if not (line := await launcher.readline()):
         return  # the parent is gone
     settings: protocol.AgentSettings = protocol.decode(json.loads(line))
-    die_with(settings.parent)
+    die_with(settings.parent or os.getppid())
     adopt_orphans()
     agent = Agent(settings)
     for number in STOP_SIGNALS:
@@ -317,7 +346,11 @@ async def _main() -> None:
 async def _follow_launcher(agent: Agent, launcher: asyncio.StreamReader) -> None:
     """Stop when the launcher asks. If it is gone, end this process at once, and the workers with it."""
     while line := await launcher.readline():
-        agent.stop(protocol.decode(json.loads(line)).reason)
+        message = protocol.decode(json.loads(line))
+        if isinstance(message, protocol.Stop):
+            agent.stop(message.reason)
+        elif isinstance(agent.registry, LauncherRegistry):
+            agent.registry.receive(message)
     os._exit(1)
 
 

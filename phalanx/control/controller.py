@@ -19,8 +19,7 @@ from phalanx.control.election import NodeServices
 from phalanx.control.recover import Recovery, Replanner
 from phalanx.control.watchdog import Watchdog, worker_failure
 from phalanx.events.heartbeat import Beat
-from phalanx.events.log import read_events
-from phalanx.events.records import ControllerChanged, Event, FailureNoticed, Finished, Recovered, RunStarted, Step
+from phalanx.events.records import ControllerChanged, Event, FailureNoticed, Finished, Recovered, Step
 from phalanx.host.probe import this_machine
 from phalanx.recovery.diagnose import HangReport
 from phalanx.recovery.relayout import initial_assignment
@@ -76,6 +75,9 @@ class Controller(Control):
                 generation.names |= {int(rank): name for rank, name in report.names.items()}
             case protocol.RankDied():
                 self._on_rank_died(report)
+            case protocol.Record():
+                self.state.members[node].recorded += 1
+                self._write(report)
             case protocol.Stop():
                 self._on_stop_requested(report.reason)
             case protocol.ReplicaServerMoved():
@@ -115,6 +117,15 @@ class Controller(Control):
             failure = protocol.RankFailure(cause="died", reason="it is gone, or was never started")
             self._on_rank_died(protocol.RankDied(rank=rank, generation=generation.number, code=1, failure=failure))
 
+    def record(self, record: protocol.Record) -> None:
+        """Write a record of this node."""
+        self._write(record)
+        self.agent.records.confirm_next()
+
+    def _write(self, record: protocol.Record) -> None:
+        with contextlib.suppress(OSError):
+            self.agent.registry.record(record.line, if_new=record.if_new)
+
     def _on_beats(self, report: protocol.Beats) -> None:
         generation, now = self.state.generation, time.monotonic()
         for rank, values in report.beats.items():
@@ -146,7 +157,7 @@ class Controller(Control):
     async def _send_heartbeats(self) -> None:
         while True:
             # The file first: an agent that receives the heartbeat later checks for a newer sign of life in the file.
-            self.agent.terms.touch(self.agent.node)
+            self.agent.registry.touch(self.agent.node)
             stalled, self._last_heartbeat = self.stalled, time.monotonic()
             if stalled:
                 self.state.last_stall_end = self._last_heartbeat
@@ -154,7 +165,8 @@ class Controller(Control):
                 if stalled:
                     member.last_heard = self._last_heartbeat
                 if member.channel is not None:
-                    member.channel.post(protocol.encode(protocol.ControllerAlive(term=self.term)))
+                    alive = protocol.ControllerAlive(term=self.term, recorded=member.recorded)
+                    member.channel.post(protocol.encode(alive))
             await asyncio.sleep(_HEARTBEAT)
 
     # --- the run ---
@@ -206,9 +218,9 @@ async def _start(control: Control) -> None:
     nodes = {*newest.assignment} - {newest.author}
     await control.until(lambda: nodes <= state.members.keys(), _TAKEOVER_TIMEOUT)
     # Spare nodes, too: one that joined a moment later would be too late to replace a lost node.
-    others = set(agent.terms.announced()) - {newest.author}
+    others = set(agent.registry.announced()) - {newest.author}
     await control.until(lambda: others <= state.members.keys(), _SPARES_TIMEOUT)
-    events = _launch_events(control)
+    events = await agent.registry.history()
     unrecovered = _read_history(control, events)
     agent.emit(ControllerChanged(term=control.term, node=agent.node))
     _take_over(control, newest, events)
@@ -237,7 +249,7 @@ async def _begin_first(control: Control) -> None:
     assignment = initial_assignment(agent.plan.layout, state.nodes())
     state.joined.clear()
     if control.term > 1:  # every node that knew the previous generation is gone
-        events = _launch_events(control)
+        events = await agent.registry.history()
         state.failures = max((event.number for event in events if isinstance(event, FailureNoticed)), default=0) + 1
         step = _last_step(events)
         message = "all nodes were lost, and with them what was in memory"
@@ -262,7 +274,9 @@ def _take_over(control: Control, begin: protocol.BeginGeneration, events: list[E
     if any(isinstance(event, Finished) for event in events):
         control.end(0)
         return
-    step = _last_step(events)  # no rank has reported to this controller yet
+    # No rank has reported to this controller yet.
+    steps = (_last_step(events), *(member.join.step for member in state.members.values()))
+    step = max((step for step in steps if step is not None), default=None)
     for node in dict.fromkeys(generation.assignment):
         if node not in state.members:
             generation.dead |= generation.ranks_on(node)
@@ -272,13 +286,6 @@ def _take_over(control: Control, begin: protocol.BeginGeneration, events: list[E
         if rank not in generation.names:
             generation.dead.add(rank)
             state.events.append(Failure("died", rank, step, f"rank {rank}: it is gone"))
-
-
-def _launch_events(control: Control) -> list[Event]:
-    """The records of the current launch."""
-    events = read_events(control.agent.rundir.events_file)
-    begin = max((index for index, event in enumerate(events) if isinstance(event, RunStarted)), default=0)
-    return events[begin:]
 
 
 def _last_step(events: list[Event]) -> int | None:

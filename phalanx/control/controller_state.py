@@ -43,6 +43,8 @@ class Member:
     channel: Channel | None
     """None: the controller's own node."""
     last_heard: float
+    recorded: int = 0
+    """Records that have arrived on this connection."""
 
 
 @dataclass(slots=True)
@@ -266,7 +268,7 @@ class Control:
     @property
     def leads(self) -> bool:
         """Whether this term is still the newest."""
-        if self.agent.terms.newest() != (self.term, self.agent.name):
+        if not self.agent.registry.holds(self.term, self.agent.name):
             self._deposed = True
         return not self._deposed
 
@@ -327,10 +329,10 @@ class Control:
 
     async def offer_term(self) -> bool:
         """Let another node lead if any can reach the others; continue in a new term if none claims it. Returns whether this node leads."""
-        terms, name = self.agent.terms, self.agent.name
-        terms.offer(self.term)
-        await self.until(lambda: terms.newest()[0] != self.term, _OFFER_SECONDS)
-        if terms.claim(self.term + 1, name):
+        registry, name = self.agent.registry, self.agent.name
+        registry.offer(self.term)
+        await self.until(lambda: registry.newest()[0] != self.term, _OFFER_SECONDS)
+        if await registry.claim(self.term + 1, name):
             self.term += 1
         return self.leads
 

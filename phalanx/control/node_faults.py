@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import signal
 import subprocess
 import time
 from pathlib import Path
 
-from phalanx.control.election import NodeServices
+from phalanx.control.election import NodeServices, tell_launcher
 from phalanx.control.processes import Worker
-from phalanx.control.protocol import NodeAway, encode
+from phalanx.control.protocol import NodeAway
 from phalanx.events.fault_log import DISK, FaultClaims, fault_record, fill_disk
 from phalanx.faults.grammar import Fault, is_node_fault, parse
 
@@ -73,7 +72,7 @@ class NodeFaults:
 
     def _kill_node(self, seconds: float | None) -> None:
         """Kill every process of the node at once, like a power failure: no memory is given back."""
-        print(json.dumps(encode(NodeAway(seconds=seconds))), flush=True)
+        tell_launcher(NodeAway(seconds=seconds))
         pids = [self._agent.replica_process.pid, self._agent.fork_client.pid, *(worker.pid for worker in self._living())]
         for pid in [*pids, os.getpid()]:
             os.kill(pid, signal.SIGKILL)

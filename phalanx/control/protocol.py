@@ -112,6 +112,16 @@ class WorkerInfo(Message):
     """The exit code that the rank announced; None while it works."""
 
 
+class NodeInfo(Message):
+    """What a node publishes. Never contains the token."""
+
+    name: str
+    """Number of the node, and what distinguishes this start of its agent from others."""
+    address: list[Any]
+    """Host and port of its agent."""
+    pid: int
+
+
 class Outcome(Message):
     """How the run ended. `reason` is None unless it failed."""
 
@@ -121,13 +131,19 @@ class Outcome(Message):
     traceback: str = ""
 
 
-# --- between a launcher and its agents (also Stop to an agent, and Outcome back) --------------------------------------
+# --- between a launcher and its agents (also Stop to an agent, and Outcome and Record back) ---------------------------
 
 
 class AgentSettings(Message):
     """What an agent needs to know: the first message of its launcher."""
 
     run_dir: str
+    launch: str
+    """Identifies this launch. In control/launch of the run directory: a host that does not see it there makes a directory of its own."""
+    files: dict[str, str]
+    """The run file and the plan, by name, for such a directory."""
+    registry: str
+    """Where the nodes meet: "folder", in the run directory, which all of them see; or "launcher"."""
     node: int = 0
     nodes: int
     slots: int
@@ -135,14 +151,73 @@ class AgentSettings(Message):
     token: str
     bind: str
     chaos: str
-    parent: int
-    """Process id of the launcher. The agent ends with it."""
+    parent: int | None
+    """Process id of the launcher, if it is on this machine. The agent ends with it."""
 
 
 class NodeAway(Message):
     """Injected fault: the node is lost and returns after this time; None: never."""
 
     seconds: float | None
+
+
+class Announce(Message):
+    """A node publishes its name and address."""
+
+    info: NodeInfo
+
+
+class ClaimTerm(Message):
+    """A node wants to be the author of a term."""
+
+    term: int
+    author: str
+
+
+class TermClaimed(Message):
+    """The answer to `ClaimTerm`."""
+
+    term: int
+    granted: bool
+
+
+class OfferTerm(Message):
+    """The author of this term lets others claim the next one at once."""
+
+    term: int
+
+
+class Touch(Message):
+    """The controller shows a sign of life."""
+
+
+class AskHistory(Message):
+    """A new controller asks for the records of this launch."""
+
+
+class History(Message):
+    """The records of this launch, as lines of events.jsonl."""
+
+    lines: list[str]
+
+
+class LogText(Message):
+    """New text of a log file of a host that does not share the run directory."""
+
+    name: str
+    text: str
+
+
+class RegistryState(Message):
+    """What the launcher knows: sent on each change, and regularly as its own sign of life."""
+
+    term: int
+    author: str
+    offered: int
+    """The newest term that its author has offered; 0: none."""
+    nodes: dict[str, NodeInfo]
+    touches: int
+    """Signs of life of the author so far."""
 
 
 # --- orders: controller to agents -----------------------------------------------------------------------------------
@@ -157,6 +232,9 @@ class Order(Message):
 
 class ControllerAlive(Order):
     """Heartbeat of the controller."""
+
+    recorded: int
+    """Records that have arrived on this connection."""
 
 
 class BeginGeneration(Order):
@@ -353,6 +431,8 @@ class Join(Message):
     workers: dict[str, WorkerInfo]
     last_begin: BeginGeneration | None
     """The order that began the newest generation known to the node."""
+    step: int | None
+    """Newest complete step of its ranks."""
     stopping: str | None
 
 
@@ -380,10 +460,18 @@ class Beats(Message):
     beats: dict[str, Beat]
 
 
+class Record(Message):
+    """A record of a rank or an agent, as a line of events.jsonl."""
+
+    line: str
+    if_new: bool = False
+    """Only if there is no record of that step."""
+
+
 class ReplicaServerMoved(Message):
     """The node's replica server was restarted and listens elsewhere."""
 
     address: list[Any]
 
 
-Report = Join | RanksBegan | RankDied | Beats | ReplicaServerMoved | Stop | RankReport
+Report = Join | RanksBegan | RankDied | Beats | Record | ReplicaServerMoved | Stop | RankReport

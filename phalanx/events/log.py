@@ -1,4 +1,5 @@
-"""Writes and reads events.jsonl. All processes of a run append to the same file, one write per record."""
+"""Writes and reads events.jsonl: one line and one write per record. The controller of a run writes the records of all its processes; a launcher
+adds the first and the last, and under torchrun every rank writes its own."""
 
 from __future__ import annotations
 
@@ -11,10 +12,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from phalanx.events.fault_log import DISK
-from phalanx.events.records import Event, Step, StepSkipped, decode, encode
+from phalanx.events.records import Event, RunStarted, Step, StepSkipped, decode, encode
 
 _MAX_QUEUED = 10_000  # records kept in memory while the disk is full; then the oldest are dropped
 _TAIL_BYTES = 1 << 18  # enough for the newest records
+_STEP_RECORDS = (b'{"event": "step"', b'{"event": "step_skipped"')
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -35,10 +37,14 @@ class EventLog:
     def emit(self, event: Event) -> Event:
         """Write a record with the current time; returns it as written."""
         stamped = replace(event, time=time.time())
-        self._queue.append((encode(stamped) + "\n").encode())
+        self.write(encode(stamped))
+        return stamped
+
+    def write(self, line: str) -> None:
+        """Write a record that has its time."""
+        self._queue.append(f"{line}\n".encode())
         while self._queue and self._append(self._queue[0]):
             self._queue.popleft()
-        return stamped
 
     def _append(self, line: bytes) -> bool:
         """Returns False if the disk is full."""
@@ -64,6 +70,39 @@ class EventLog:
         os.close(self._fd)
 
 
+class RecordWriter:
+    """Writes the records of all processes of a run, each once although it may arrive twice."""
+
+    def __init__(self, path: Path):
+        self._log = EventLog(path)
+        self._written: dict[bytes | int, None] = {}
+        """The newest lines, and the steps that they are records of, oldest first."""
+        for line in _tail(path):
+            self._remember(line, _step(line))
+
+    def write(self, line: str, *, if_new: bool = False) -> None:
+        """Write a record that has its time. `if_new`: the record of a step, unless there is one of that step."""
+        content = line.encode()
+        step = _step(content)
+        if content not in self._written and not (if_new and step in self._written):
+            self._remember(content, step)
+            self._log.write(line)
+
+    def _remember(self, line: bytes, step: int | None) -> None:
+        self._written |= dict.fromkeys([line] if step is None else [line, step])
+        while len(self._written) > _MAX_QUEUED:
+            del self._written[next(iter(self._written))]
+
+    def close(self) -> None:
+        self._log.close()
+
+
+def _step(line: bytes) -> int | None:
+    """The step that the line is the record of."""
+    event = _decode(line) if line.startswith(_STEP_RECORDS) else None
+    return event.step if isinstance(event, Step | StepSkipped) else None
+
+
 class EventReader:
     """Reads records as they are written."""
 
@@ -82,11 +121,7 @@ class EventReader:
         end = block.rfind(b"\n") + 1  # the rest is still being written
         self._offset += end
         for line in block[:end].splitlines():
-            try:
-                event = decode(line.decode())
-            except (ValueError, TypeError, AttributeError):
-                continue  # a line cut short by a crash
-            if event is not None:
+            if (event := _decode(line)) is not None:
                 yield event
 
 
@@ -95,9 +130,23 @@ def read_events(path: Path) -> list[Event]:
     return list(EventReader(path).new())
 
 
-def recorded_steps(path: Path) -> set[int]:
-    """Steps among the newest records."""
+def launch_events(path: Path) -> list[Event]:
+    """The records of the current launch."""
+    events = read_events(path)
+    begin = max((index for index, event in enumerate(events) if isinstance(event, RunStarted)), default=0)
+    return events[begin:]
+
+
+def _tail(path: Path) -> list[bytes]:
+    """The newest lines; the first may be cut short."""
     with path.open("rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        reader = EventReader(path, offset=max(0, size - _TAIL_BYTES))
-    return {event.step for event in reader.new() if isinstance(event, Step | StepSkipped)}
+        file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+        return file.read().splitlines()
+
+
+def _decode(line: bytes) -> Event | None:
+    """The record on a line; None if a crash has cut it short, or another version has written it."""
+    try:
+        return decode(line.decode())
+    except (ValueError, TypeError, AttributeError):
+        return None

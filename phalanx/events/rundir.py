@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 from pathlib import Path
@@ -46,6 +47,18 @@ class RunDir:
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
+
+    @property
+    def launch_id(self) -> str | None:
+        """Identifies the running launch; None if there is none."""
+        with contextlib.suppress(OSError):
+            return (self.control / "launch").read_text()
+        return None
+
+    @launch_id.setter
+    def launch_id(self, value: str) -> None:
+        self.control.mkdir(exist_ok=True)
+        replace_file(self.control / "launch", value)
 
     def rank_log(self, rank: int) -> Path:
         """Output of a rank."""

@@ -10,7 +10,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -61,18 +61,20 @@ def python_command(module: str, *arguments: str) -> list[str]:
 class ModuleProcess(subprocess.Popen[bytes]):
     """A Python module as a process in a session of its own, with pipes to its standard input and from its standard output.
 
-    It reads `settings` as its first line of input, because every user of the machine can read the arguments of a process. `prefix`: a
-    command that runs the command which follows it.
+    It reads `settings` as its first line of input, because every user of the machine can read the arguments of a process. `wrap` makes the
+    command of another one that runs it, such as ssh.
     """
 
     stdin: IO[bytes]
     stdout: IO[bytes]
 
-    def __init__(self, module: str, settings: JsonObject, log: Path, fds: Sequence[int] = (), prefix: Sequence[str] = ()):
+    def __init__(
+        self, module: str, settings: JsonObject, log: Path, fds: Sequence[int] = (), wrap: Callable[[list[str]], list[str]] = list
+    ):
         pipe = subprocess.PIPE
         with log.open("ab") as errors, stop_signals_blocked():
             super().__init__(
-                [*prefix, *python_command(module)],
+                wrap(python_command(module)),
                 stdin=pipe,
                 stdout=pipe,
                 stderr=errors,

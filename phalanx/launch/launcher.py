@@ -1,35 +1,15 @@
-"""Starts a prepared run with the launcher that `cluster.launcher` names, and follows it until it is over. Never imports torch.
-
-A launcher starts the agents of the nodes (`control/agent`), which do the rest. The launcher NAME is the constant `LAUNCHER` of the module
-`phalanx.launch.NAME`.
-"""
+"""What a launcher is: it starts the agents of a run's nodes (`control/agent`), which do the rest. The launcher NAME is the class `LAUNCHER` of the
+module `phalanx.launch.NAME`. `launch/job` follows the run, whatever its launcher."""
 
 from __future__ import annotations
 
-import contextlib
-import os
-import secrets
-import select
-import shutil
-import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Protocol, cast
 
-from phalanx._version import __version__
-from phalanx.checkpointing.replicas import shm_slots
-from phalanx.control.protocol import AgentSettings, Message, NodeAway, Outcome, Stop
-from phalanx.events.log import EventLog, EventReader
-from phalanx.events.records import Event, RunStarted, Warned, WorkerFailed
-from phalanx.launch.prepare import Prepared
-from phalanx.spec.errors import RunFailed
-
-FORCED_EXIT = 130  # exit code of a run that was ended at once without saving, after a second request to stop
-_POLL = 0.1  # seconds between two reads of the event log
-_DISK_CHECK = 1.0  # seconds between two checks whether the disk is full
-_SHUTDOWN = 20.0  # seconds that an agent has to clean up after the run is over
+from phalanx.control.protocol import AgentSettings, Message
+from phalanx.spec.plan import Machine
+from phalanx.spec.run import Run
 
 
 class StartedAgent(Protocol):
@@ -54,189 +34,21 @@ class StartedAgent(Protocol):
         """Kill the agent and release what the launcher holds for it."""
 
 
-Launcher = Callable[[AgentSettings, Path], StartedAgent]
-"""Starts the agent of a node, as a process of this machine or of another. Its errors go to the file."""
+class Launcher(Protocol):
+    """Starts the agents of a run's nodes. One object per launch."""
+
+    registry: str
+    """Where the agents meet: `AgentSettings.registry`."""
+    restart_after: float | None
+    """Seconds after which the agent of a lost node is started again; None: never."""
+
+    def machine(self) -> Machine:
+        """The computers that the run will train on, as one. Raises RunError if one of them cannot be used."""
+
+    def start(self, settings: AgentSettings, log: Path) -> StartedAgent:
+        """Start the agent of a node. Its errors go to the file."""
 
 
-def launcher(name: str) -> Launcher:
-    """The launcher of this name."""
-    return cast(Launcher, import_module(f"phalanx.launch.{name}").LAUNCHER)
-
-
-def first_events(prepared: Prepared) -> list[Event]:
-    """The first records of a launch: what starts, and what the user should know about it."""
-    run, plan = prepared.run, prepared.plan
-    started = RunStarted(
-        version=__version__,
-        ranks=plan.ranks,
-        device=plan.device,
-        steps=run.steps,
-        parameters=plan.parameters,
-        micro_batch=plan.micro_batch,
-        accumulation=plan.accumulation,
-        layout=asdict(plan.layout),
-        compute=plan.compute,
-        promise=plan.promise,
-    )
-    return [started, *(Warned(message=notice) for notice in prepared.notices)]
-
-
-@dataclass(slots=True)
-class _Node:
-    agent: StartedAgent
-    lost: float | None = None
-    """When its death was noticed."""
-    away: float | None = None
-    """Seconds for which an injected fault keeps it away."""
-
-
-class Job:
-    """A started run. Read `events()` to the end; then `exit_code` and `failure` are set."""
-
-    def __init__(self, prepared: Prepared, chaos: str = "", start: Launcher | None = None):
-        """`start`: a launcher other than the one that the run file names."""
-        self.run, self.plan, self.rundir = prepared.run, prepared.plan, prepared.rundir
-        self.exit_code: int | None = None
-        self.failure: WorkerFailed | None = None
-        self._outcome: Outcome | None = None
-        self._forced = False
-        self._disk_full, self._disk_checked = False, time.monotonic()
-        self._log = EventLog(self.rundir.events_file)
-        self._reader = EventReader(self.rundir.events_file, offset=self.rundir.events_file.stat().st_size)
-        for path in self.rundir.logs.glob("rank-*.error.json"):
-            path.unlink()
-        shutil.rmtree(self.rundir.control, ignore_errors=True)  # terms of an earlier launch
-        for event in first_events(prepared):
-            self._log.emit(event)
-        nodes = self.run.cluster.nodes
-        self._launcher = start or launcher(self.run.cluster.launcher)
-        self._settings = AgentSettings(
-            run_dir=str(self.rundir.path.absolute()),
-            nodes=nodes,
-            slots=-(-self.plan.ranks // max(1, nodes - self.run.resilience.spares)),
-            token=secrets.token_hex(32),
-            bind=self.run.cluster.bind,
-            chaos=chaos,
-            parent=os.getpid(),
-        )
-        self._nodes = {number: self._start(number) for number in range(nodes)}
-
-    def _start(self, number: int) -> _Node:
-        return _Node(self._launcher(replace(self._settings, node=number), self._log_of(number)))
-
-    def _log_of(self, number: int) -> Path:
-        return self.rundir.logs / f"node-{number}.log"
-
-    @property
-    def _living(self) -> list[_Node]:
-        return [node for node in self._nodes.values() if node.lost is None]
-
-    def events(self) -> Iterator[Event]:
-        """Yield every event as it happens until the run is over; then raise RunFailed if it failed."""
-        try:
-            while self._outcome is None and not self._forced:
-                select.select([node.agent for node in self._living], [], [], _POLL)
-                self._receive()
-                yield from self._reader.new()
-                yield from self._check_disk()
-                if not self._check_nodes():
-                    break
-            self._conclude()
-            yield from self._reader.new()
-        finally:
-            for node in self._nodes.values():
-                node.agent.close()
-            with contextlib.suppress(OSError):  # memory of nodes that were killed and could not free it themselves
-                shm_slots.remove_stale(shm_slots.default_root())
-            self._remove_control_files()
-            self._log.close()
-            self.rundir.release()
-        if self.failure is not None:
-            raise RunFailed(describe_failure(self.failure, self.rundir.path))
-
-    def _remove_control_files(self) -> None:
-        """Remove terms and addresses, which are dangling links now and would break a copy of the run directory."""
-        for pattern in ("term-*", "offer-*", "node-*"):
-            for path in self.rundir.control.glob(pattern):
-                path.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # claims of injected faults stay, for those who count them
-            self.rundir.control.rmdir()
-
-    def _receive(self) -> None:
-        for node in self._living:
-            for message in node.agent.receive():
-                if isinstance(message, NodeAway):
-                    node.away = message.seconds or float("inf")
-                elif isinstance(message, Outcome):
-                    self._outcome = self._outcome or message
-
-    def _check_nodes(self) -> bool:
-        """Notice lost nodes and restart those that shall return; returns whether any node is left or will return."""
-        wait = self.run.resilience.node_return
-        for number, node in list(self._nodes.items()):
-            if node.lost is None and node.agent.poll() is not None:
-                self._receive()
-                node.lost = time.monotonic()
-            after = wait if node.away is None else node.away
-            if node.lost is not None and after is not None and time.monotonic() - node.lost >= after:
-                node.agent.close()
-                self._nodes[number] = self._start(number)
-        return any(node.lost is None or (node.away or wait) is not None for node in self._nodes.values())
-
-    def _check_disk(self) -> Iterator[Event]:
-        """Warn when the disk has filled up: the records of the workers then wait in their memory, where nobody sees them."""
-        if time.monotonic() < self._disk_checked + _DISK_CHECK:
-            return
-        self._disk_checked = time.monotonic()
-        before = self._disk_full
-        with contextlib.suppress(OSError):
-            self._disk_full = not shutil.disk_usage(self.rundir.path).free
-        if self._disk_full and not before:
-            yield Warned(
-                message=f"The disk of {self.rundir.path} is full: training continues, but its steps are neither shown nor recorded, and "
-                "nothing is saved there, until space is free again. Free some space."
-            )
-
-    def stop(self, reason: str = "SIGTERM") -> None:
-        """Ask the workers to save and end."""
-        if not any([node.agent.send(Stop(reason=reason)) for node in self._living]):
-            self._write(Warned(message=f"{reason} could not be passed on: the run has ended already."))
-
-    def kill(self) -> None:
-        """End the workers now, without saving."""
-        self._forced = True
-        for node in self._nodes.values():
-            node.agent.kill()
-
-    def _conclude(self) -> None:
-        """The run is over, or all agents are gone: set `exit_code` and `failure`."""
-        if self._forced:
-            self.exit_code = FORCED_EXIT
-            return
-        deadline = time.monotonic() + _SHUTDOWN
-        while any(node.agent.poll() is None for node in self._nodes.values()) and time.monotonic() < deadline:
-            time.sleep(_POLL / 10)
-        self._receive()
-        outcome = self._outcome
-        if outcome is None:
-            number, node = next(iter(self._nodes.items()))
-            log = self._log_of(number).read_text(errors="replace")[-4000:]
-            reason = f"The supervisor of node {number} ended with exit code {node.agent.poll()}, and no other is left."
-            self.failure = WorkerFailed(rank=None, reason=reason, traceback=log)
-        elif outcome.reason is not None:
-            self.failure = WorkerFailed(rank=outcome.rank, reason=outcome.reason, traceback=outcome.traceback)
-        if self.failure is not None:
-            self._write(self.failure)
-        self.exit_code = 1 if outcome is None or self.failure is not None else outcome.code
-
-    def _write(self, event: Event) -> None:
-        """Write to the log if possible: a full disk must not hide the failure that it caused."""
-        with contextlib.suppress(OSError):
-            self._log.emit(event)
-
-
-def describe_failure(failure: WorkerFailed, path: Path) -> str:
-    """A failure for people: the traceback of the rank that failed first, then what happened and where the logs are."""
-    rank = "" if failure.rank is None else f"Rank {failure.rank} failed: "
-    message = f"{rank}{failure.reason}\nThe run has ended; its logs are in {path / 'logs'}."
-    return f"{failure.traceback.rstrip()}\n\n{message}" if failure.traceback else message
+def launcher(run: Run) -> Launcher:
+    """The launcher that the run file names."""
+    return cast(Launcher, import_module(f"phalanx.launch.{run.cluster.launcher}").LAUNCHER(run))

@@ -1,36 +1,34 @@
-"""The local launcher: agents are processes of this machine and end with this process."""
+"""The local launcher: nodes are groups of processes on this machine."""
 
 from __future__ import annotations
 
-import json
-import os
-import select
-from collections.abc import Sequence
 from pathlib import Path
 
-from phalanx.control.protocol import AgentSettings, Message, decode, encode
-from phalanx.host.process_tree import ModuleProcess
+from phalanx.control.protocol import AgentSettings
+from phalanx.host.probe import this_machine
+from phalanx.launch.agent_process import AgentProcess
+from phalanx.launch.launcher import StartedAgent
+from phalanx.launch.run_checks import address_problems
+from phalanx.spec.errors import refuse
+from phalanx.spec.plan import Machine
+from phalanx.spec.run import Run
 
 
-class LocalAgent(ModuleProcess):
-    """An agent, as a process in a session of its own: Ctrl-C reaches only this process, which asks all nodes to stop together.
-    Its ranks die with it."""
+class Local:
+    """Implements `launch/launcher.Launcher`."""
 
-    def __init__(self, settings: AgentSettings, log: Path, prefix: Sequence[str] = ()):
-        super().__init__("phalanx.control.agent", encode(settings), log, prefix=prefix)
-        self._buffer = b""
+    registry = "folder"
 
-    def fileno(self) -> int:
-        return self.stdout.fileno()
+    def __init__(self, run: Run):
+        self._run = run
+        self.restart_after = run.resilience.node_return
 
-    def send(self, message: Message) -> bool:
-        return self.write(encode(message))
+    def machine(self) -> Machine:
+        refuse(address_problems(self._run))
+        return this_machine()
 
-    def receive(self) -> list[Message]:
-        while select.select([self], [], [], 0)[0] and (block := os.read(self.fileno(), 65536)):
-            self._buffer += block
-        *lines, self._buffer = self._buffer.split(b"\n")
-        return [decode(json.loads(line)) for line in lines]
+    def start(self, settings: AgentSettings, log: Path) -> StartedAgent:
+        return AgentProcess(settings, log)
 
 
-LAUNCHER = LocalAgent
+LAUNCHER = Local

@@ -19,6 +19,7 @@ from phalanx.events.records import Finished
 from phalanx.events.rundir import RunDir, replace_file
 from phalanx.host.probe import this_machine
 from phalanx.launch import run_checks
+from phalanx.launch.launcher import Launcher, launcher
 from phalanx.launch.model_check import check_weights, measure, memory_problems
 from phalanx.planning.machines.hardware import mismatch
 from phalanx.spec.dump import changed, dump
@@ -53,6 +54,7 @@ class Prepared:
     run: Run
     plan: Plan
     rundir: RunDir
+    launcher: Launcher
     resumes: bool
     """There is a checkpoint to resume from."""
     notices: tuple[str, ...] = ()
@@ -70,9 +72,10 @@ def prepare(
     from phalanx.planning.planner import keep_layout, plan_run  # imports numpy
 
     request = request or Request()
-    problems = [*run_checks.missing_packages(run), *run_checks.storage_problems(run), *run_checks.address_problems(run)]
+    problems = [*run_checks.missing_packages(run), *run_checks.storage_problems(run)]
+    started_by = launcher(run)
     try:
-        machine = this_machine()
+        machine = this_machine() if ranks is not None else started_by.machine()
         if wrong_machine := mismatch(run, machine):
             raise RunError(wrong_machine)
         size = measure(run)
@@ -104,7 +107,7 @@ def prepare(
         replace_file(rundir.run_file, dump(planned.run))
         replace_file(rundir.plan_file, planned.plan.to_json())
         _copy_tokenizer(data.tokenizer.files, rundir.tokenizer)
-        return Prepared(planned.run, planned.plan, rundir, resumes, (*changes, *notices))
+        return Prepared(planned.run, planned.plan, rundir, started_by, resumes, (*changes, *notices))
     except BaseException:
         rundir.release()  # so that the same program can try again
         raise

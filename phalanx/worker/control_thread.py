@@ -55,8 +55,8 @@ class ControlThread:
         """Start to receive, once all callbacks are set: the first orders may be there already."""
         threading.Thread(target=self._receive, name="control", daemon=True).start()
 
-    def report(self, report: protocol.RankReport) -> None:
-        """Send a report to the agent, from any thread."""
+    def report(self, report: protocol.RankReport | protocol.Record) -> None:
+        """Send a report or record to the agent, from any thread."""
         with self._lock, contextlib.suppress(OSError):
             self._connection.sendall(json.dumps(protocol.encode(report)).encode() + b"\n")
 

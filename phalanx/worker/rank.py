@@ -9,6 +9,7 @@ import os
 import signal
 import socket
 import threading
+import time
 import traceback
 from collections import deque
 from collections.abc import Callable
@@ -31,8 +32,7 @@ from phalanx.control import protocol
 from phalanx.data.dataset import Dataset, open_dataset
 from phalanx.events.fault_log import FaultClaims
 from phalanx.events.heartbeat import Heartbeat
-from phalanx.events.log import EventLog, recorded_steps
-from phalanx.events.records import Evaluated, Event, Finished, Step, StepSkipped, Stopped, WorkerStarted
+from phalanx.events.records import Evaluated, Event, Finished, Step, StepSkipped, Stopped, WorkerStarted, encode
 from phalanx.events.rundir import RunDir, replace_file
 from phalanx.faults.grammar import parse
 from phalanx.parallel.mesh import Mesh, abandoned, connect, disconnect
@@ -81,13 +81,14 @@ class StopSignals:
 class RankProgram:
     """Builds the trainer of one rank and records what happens."""
 
-    def __init__(self, run: Run, rundir: RunDir, signals: StopSignals, also: Callable[[Event], None] | None = None):
-        """`also` receives the events that rank 0 records."""
-        self._run, self._rundir, self._signals, self._also = run, rundir, signals, also
+    def __init__(
+        self, run: Run, rundir: RunDir, signals: StopSignals, emit: Callable[[Event], object], also: Callable[[Event], None] | None = None
+    ):
+        """`emit` records an event. `also` receives the events that rank 0 records."""
+        self._run, self._rundir, self._signals, self._emit, self._also = run, rundir, signals, emit, also
         self._data: Dataset | None = None
         self._trainer: Trainer | None = None
         self._heartbeat: Heartbeat | None = None
-        self._log = EventLog(rundir.events_file)
         self._listeners: list[Callable[[Event], Any]] = []
 
     def train(self, plan: Plan, mesh: Mesh) -> int:
@@ -97,39 +98,38 @@ class RankProgram:
         for last in chain(trainer.restore(), trainer.events()):
             self._record(last, trainer)
         disconnect(mesh)
-        self._log.close()
         return exit_code(last)
 
     def _build(self, plan: Plan, mesh: Mesh, chaos: str = "") -> Trainer:
         device = str(mesh.device) if mesh.device.index is not None else mesh.device.type
-        self._log.emit(WorkerStarted(rank=mesh.rank, host=socket.gethostname(), pid=os.getpid(), device=device))
+        self._emit(WorkerStarted(rank=mesh.rank, host=socket.gethostname(), pid=os.getpid(), device=device))
         self._data = self._data or open_dataset(self._run.data, self._run.train.sequence_length, self._run.train.seed)
         trainer = Trainer(self._run, plan, mesh, self._rundir.checkpoints, self._data, self._heartbeat)
         if chaos:
             done = FaultClaims(self._rundir.path)
-            trainer.hooks.add(RankFaults(parse(chaos), rank=mesh.rank, done=done, report=self._log.emit))
+            trainer.hooks.add(RankFaults(parse(chaos), rank=mesh.rank, done=done, report=self._emit))
         self._trainer = trainer
         self._signals.pass_to(trainer.stop)
         trainer.build()
-        self._log.emit(trainer.state.placement())
+        self._emit(trainer.state.placement())
         return trainer
 
     def _record(self, event: Event, trainer: Trainer) -> None:
         """Rank 0 writes the event to the log and the configured sinks; every rank logs what it has measured."""
         if trainer.mesh.rank == 0:
             if not self._listeners:
-                self._listeners = [self._log.emit, *sinks(self._run, self._rundir.path), *([self._also] if self._also else [])]
+                self._listeners = [self._emit, *sinks(self._run, self._rundir.path), *([self._also] if self._also else [])]
             for listener in self._listeners:
                 listener(event)
         if (measured := trainer.hooks.take_measurement()) is not None:
-            self._log.emit(measured)
+            self._emit(measured)
 
 
 class Rank(RankProgram):
     """A process that is a rank of one generation after the other, as the agent orders."""
 
     def __init__(self, control: ControlThread, run: Run, rundir: RunDir, signals: StopSignals):
-        super().__init__(run, rundir, signals)
+        super().__init__(run, rundir, signals, self._record_now)
         self._control = control
         self._steps: deque[Step | StepSkipped] = deque(maxlen=_KEPT_STEPS)
         self._rank = 0
@@ -268,13 +268,16 @@ class Rank(RankProgram):
         self._control.report(protocol.HandedOff(generation=order.generation, covered=covered))
 
     def _write_missing_steps(self, trainer: Trainer) -> None:
-        """Write step records that rank 0 had not written when it was lost. Every rank has them."""
+        """Send step records that may have been lost with rank 0. Every rank has them."""
         if trainer.last_record is not None and trainer.last_record not in self._steps:
             self._steps.append(trainer.last_record)
-        recorded = recorded_steps(self._rundir.events_file)
         for event in self._steps:
-            if event.step not in recorded and event.step <= trainer.progress.step:
-                self._log.emit(event)
+            if event.step <= trainer.progress.step:
+                self._record_now(event, if_new=True)
+
+    def _record_now(self, event: Event, *, if_new: bool = False) -> None:
+        """Send a record to the agent, which passes it to the controller."""
+        self._control.report(protocol.Record(line=encode(replace(event, time=time.time())), if_new=if_new))
 
     def _release(self) -> None:
         """Free the memory and connections of the previous generation."""

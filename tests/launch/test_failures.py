@@ -320,7 +320,7 @@ def test_disk_that_is_full_at_the_end(workshop: Any, small_disk: Path) -> None:
 
 
 def test_launcher_does_not_import_torch() -> None:
-    names = "phalanx.cli.main, phalanx.cli.train_cmd, phalanx.launch.launcher, phalanx.launch.prepare, phalanx.api"
+    names = "phalanx.cli.main, phalanx.cli.train_cmd, phalanx.launch.job, phalanx.launch.prepare, phalanx.api"
     code = f"import json, sys, {names}; print(json.dumps([name.split('.')[0] for name in sys.modules]))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     imported = set(json.loads(done.stdout))

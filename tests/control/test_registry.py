@@ -1,4 +1,5 @@
-"""Terms: of all who claim one, exactly one has it, whatever else lies in the folder and however full the disk is."""
+"""The registry in a folder: of all who claim a term, exactly one has it, whatever else lies there and however full the disk is; and records on
+their way to the controller."""
 
 from __future__ import annotations
 
@@ -16,31 +17,42 @@ from typing import Any
 
 import pytest
 
-from phalanx.control.election import LeaderClient, Terms
+from phalanx.control.election import LeaderClient, RecordQueue
+from phalanx.control.protocol import NodeInfo, Record
+from phalanx.control.registry import FolderRegistry
+from phalanx.events.rundir import RunDir
 from phalanx.host.env import python_env
 from phalanx.spec.run import Resilience
 
 
+def registry(folder: Path) -> FolderRegistry:
+    return FolderRegistry(RunDir(folder))
+
+
+def claim(claims: FolderRegistry, term: int, author: str) -> bool:
+    return asyncio.run(claims.claim(term, author))
+
+
 def test_terms_are_claimed_in_order(tmp_path: Path) -> None:
-    claims = Terms(tmp_path / "control")
+    claims = registry(tmp_path)
     assert claims.newest() == (0, "")
-    assert claims.claim(1, "0-a1") and claims.newest() == (1, "0-a1")
-    assert claims.claim(1, "0-a1"), "its own"
-    assert not claims.claim(1, "1-b2") and claims.newest() == (1, "0-a1")
-    assert claims.claim(2, "1-b2") and Terms(tmp_path / "control").newest() == (2, "1-b2")
-    assert claims.claim(123456, "0-a1") and claims.newest() == (123456, "0-a1")
-    assert os.readlink(tmp_path / "control/term-00002") == "1-b2"
+    assert claim(claims, 1, "0-a1") and claims.newest() == (1, "0-a1")
+    assert claim(claims, 1, "0-a1"), "its own"
+    assert not claim(claims, 1, "1-b2") and claims.newest() == (1, "0-a1")
+    assert claim(claims, 2, "1-b2") and registry(tmp_path).newest() == (2, "1-b2")
+    assert claim(claims, 123456, "0-a1") and claims.newest() == (123456, "0-a1")
+    assert os.readlink(claims.folder / "term-00002") == "1-b2"
 
 
 def test_exactly_one_of_many_concurrent_claims_succeeds(tmp_path: Path) -> None:
     """Eight processes, each claiming whatever is free next, a hundred terms together: no term has two authors who think it theirs."""
-    claims, pids = Terms(tmp_path / "control"), []
+    claims, pids = registry(tmp_path), []
     for node in range(8):
         if not (pid := os.fork()):
             try:
                 won = []
                 while (newest := claims.newest())[0] < 100:
-                    if claims.claim(newest[0] + 1, f"{node}-x"):
+                    if claim(claims, newest[0] + 1, f"{node}-x"):
                         won.append(newest[0] + 1)
                 (tmp_path / f"{node}.json").write_text(json.dumps(won))
             finally:
@@ -55,9 +67,9 @@ def test_exactly_one_of_many_concurrent_claims_succeeds(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("junk", ["file", "folder", "../../etc/passwd", "0-a1\n", "0 a1", "ä-1", "a" * 51])
 def test_invalid_term_files_have_no_author_and_stop_no_election(tmp_path: Path, junk: str) -> None:
-    claims = Terms(tmp_path)
-    claims.claim(1, "0-a1")
-    taken = tmp_path / "term-00002"
+    claims = registry(tmp_path)
+    claim(claims, 1, "0-a1")
+    taken = claims.folder / "term-00002"
     if junk == "file":
         taken.write_text("1-b2")
     elif junk == "folder":
@@ -65,16 +77,16 @@ def test_invalid_term_files_have_no_author_and_stop_no_election(tmp_path: Path, 
     else:
         taken.symlink_to(junk)
     for name in ("term-3", "term-", "term-00003.tmp", "xterm-00003", "term-0000000003", "term-000003", "term-٠٠٠٠٣"):
-        (tmp_path / name).symlink_to("1-b2")
+        (claims.folder / name).symlink_to("1-b2")
     assert claims.newest() == (2, "")
-    assert not claims.claim(2, "1-b2")
-    assert claims.claim(3, "1-b2") and claims.newest() == (3, "1-b2")
+    assert not claim(claims, 2, "1-b2")
+    assert claim(claims, 3, "1-b2") and claims.newest() == (3, "1-b2")
 
 
 @pytest.mark.parametrize("code", [errno.EPERM, errno.EACCES, errno.EIO])
 def test_lost_race_on_a_network_file_system_is_a_lost_race(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
     """sshfs answers EPERM instead of EEXIST, and a network may lose the answer to a link that it has made."""
-    claims, symlink = Terms(tmp_path), os.symlink
+    claims, symlink = registry(tmp_path), os.symlink
 
     def slow(author: str, path: Path) -> None:
         if not os.path.lexists(path):
@@ -83,17 +95,17 @@ def test_lost_race_on_a_network_file_system_is_a_lost_race(tmp_path: Path, monke
 
     monkeypatch.setattr(os, "symlink", slow)
     winner = "1-b2"
-    assert not claims.claim(1, "0-a1") and claims.newest() == (1, "1-b2")
+    assert not claim(claims, 1, "0-a1") and claims.newest() == (1, "1-b2")
     winner = "0-a1"
-    assert claims.claim(2, "0-a1") and claims.newest() == (2, "0-a1")
+    assert claim(claims, 2, "0-a1") and claims.newest() == (2, "0-a1")
     monkeypatch.setattr(os, "symlink", lambda author, path: (_ for _ in ()).throw(OSError(code, os.strerror(code))))
     with pytest.raises(OSError, match=os.strerror(code)):
-        claims.claim(3, "0-a1")
+        claim(claims, 3, "0-a1")
 
 
 def test_term_is_offered_once(tmp_path: Path) -> None:
-    claims = Terms(tmp_path)
-    claims.claim(1, "0-a1")
+    claims = registry(tmp_path)
+    claim(claims, 1, "0-a1")
     assert not claims.offered(1)
     claims.offer(1)
     claims.offer(1)
@@ -103,48 +115,68 @@ def test_term_is_offered_once(tmp_path: Path) -> None:
 def test_author_names_are_restricted_to_plain_characters(tmp_path: Path) -> None:
     for name in ("", "a/b", "..", "a b", "a" * 51, "a\n"):
         with pytest.raises(AssertionError):
-            Terms(tmp_path).claim(1, name)
+            claim(registry(tmp_path), 1, name)
 
 
 def test_nodes_are_announced_for_this_user_alone(tmp_path: Path) -> None:
-    claims = Terms(tmp_path)
+    claims = registry(tmp_path)
+    first, again, other = (NodeInfo(name=name, address=["10.0.0.1", 3], pid=7) for name in ("3-a", "3-b", "12-c"))
     old = os.umask(0)
     try:
-        claims.announce(3, {"address": ["127.0.0.1", 1]})
-        claims.announce(3, {"address": ["127.0.0.1", 2], "incarnation": "b"})
-        claims.announce(12, {"address": ["10.0.0.1", 3]})
+        for node, info in ((3, first), (3, again), (12, other)):
+            claims.announce(node, info)
     finally:
         os.umask(old)
-    assert claims.announced() == {
-        3: {"address": ["127.0.0.1", 2], "incarnation": "b"},
-        12: {"address": ["10.0.0.1", 3]},
-    }
-    assert {path.name: path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {
+    assert claims.announced() == {3: again, 12: other}
+    assert {path.name: path.stat().st_mode & 0o777 for path in claims.folder.iterdir()} == {
         "node-00003.json": 0o600,
         "node-00012.json": 0o600,
     }
-    with pytest.raises(AssertionError, match="never written"):
-        claims.announce(3, {"token": "secret"})
 
 
 def test_invalid_node_files_are_ignored(tmp_path: Path) -> None:
-    claims = Terms(tmp_path)
-    claims.announce(0, {"here": 1})
-    for number, text in enumerate((b"", b"{", b"[1]", b"\xff\xfe", b"[" * 60_000, b"{}" + b" " * (65 << 10) + b"x"), start=1):
-        (tmp_path / f"node-{number:05d}.json").write_bytes(text)
-    os.mkfifo(tmp_path / "node-00010.json")
-    (tmp_path / "node-00011.json").mkdir()
-    (tmp_path / "node-00012.json").symlink_to(tmp_path / "node-00000.json")
-    (tmp_path / "node-5.json").write_text("{}")
-    (tmp_path / ".node-00013.77").write_text("{}")
-    assert claims.announced() == {0: {"here": 1}}
+    claims = registry(tmp_path)
+    info = NodeInfo(name="0-a", address=["127.0.0.1", 1], pid=1)
+    claims.announce(0, info)
+    whole = (claims.folder / "node-00000.json").read_bytes()
+    junk = (b"", b"{", b"{}", b"[1]", b"\xff\xfe", b"[" * 60_000, whole[:-1] + b', "more": 1}', whole + b" " * (65 << 10) + b"x")
+    for number, text in enumerate(junk, start=1):
+        (claims.folder / f"node-{number:05d}.json").write_bytes(text)
+    os.mkfifo(claims.folder / "node-00010.json")
+    (claims.folder / "node-00011.json").mkdir()
+    (claims.folder / "node-00012.json").symlink_to(claims.folder / "node-00000.json")
+    (claims.folder / "node-5.json").write_bytes(whole)
+    (claims.folder / ".node-00013.77").write_bytes(whole)
+    assert claims.announced() == {0: info}
+
+
+def test_record_that_was_not_confirmed_is_sent_to_the_next_controller() -> None:
+    queue, records = RecordQueue(), [Record(line=str(number)) for number in range(5)]
+    first: list[Record] = []
+    second: list[Record] = []
+    queue.add(records[0])
+    queue.connect(first.append)
+    queue.add(records[1])
+    queue.add(records[2])
+    assert first == records[:3]
+    queue.confirm(2)
+    queue.connect(None)
+    queue.add(records[3])
+    queue.connect(second.append)
+    queue.add(records[4])
+    assert second == records[2:]
+    queue.confirm(3)
+    third: list[Record] = []
+    queue.connect(third.append)
+    assert not third
 
 
 def test_node_that_is_ready_first_does_not_sleep_while_node_0_claims(tmp_path: Path) -> None:
     """It would wait 20 s for node 0, which is loading. Here node 0 claims the first term a moment later and dies."""
-    terms, led = Terms(tmp_path), []
+    terms, led = registry(tmp_path), []
     agent: Any = SimpleNamespace(
-        terms=terms,
+        registry=terms,
+        records=RecordQueue(),
         name="1-b2",
         node=1,
         token="t",
@@ -158,34 +190,41 @@ def test_node_that_is_ready_first_does_not_sleep_while_node_0_claims(tmp_path: P
         agent.outcome = "done"
 
     async def scenario() -> None:
-        terms.announce(0, {"name": "0-a1", "address": ["127.0.0.1", 1]})  # nobody listens there
-        terms.announce(1, {"name": "1-b2", "address": ["127.0.0.1", 1]})
-        asyncio.get_running_loop().call_later(0.3, terms.claim, 1, "0-a1")
+        for node, name in enumerate(("0-a1", "1-b2")):
+            terms.announce(node, NodeInfo(name=name, address=["127.0.0.1", 1], pid=1))  # nobody listens there
+
+        async def claim_later() -> None:
+            await asyncio.sleep(0.3)
+            await terms.claim(1, "0-a1")
+
         async with asyncio.timeout(15):
-            await LeaderClient(agent, lead).follow()
+            await asyncio.gather(LeaderClient(agent, lead).follow(), claim_later())
 
     asyncio.run(scenario())
     assert led == [2]
 
 
 FULL = """
-import os, subprocess, sys
+import asyncio, os, subprocess, sys
 from pathlib import Path
-from phalanx.control.election import Terms
+from phalanx.control.protocol import NodeInfo
+from phalanx.control.registry import FolderRegistry
+from phalanx.events.rundir import RunDir
 folder = Path(sys.argv[1])
 subprocess.run(["mount", "-t", "tmpfs", "-o", "size=128k", "none", folder], check=True)
-claims = Terms(folder / "control")
-claims.announce(0, {"address": 1})
+claims = FolderRegistry(RunDir(folder))
+first, second = (NodeInfo(name=name, address=[], pid=1) for name in ("0-a", "0-b"))
+claims.announce(0, first)
 try:
     (folder / "filler").write_bytes(bytes(1 << 20))
 except OSError:
     pass
 try:
-    claims.announce(0, {"address": 2})
+    claims.announce(0, second)
 except OSError as error:
     print(error.strerror)
-assert claims.claim(1, "0-a1") and not claims.claim(1, "1-b2") and claims.newest() == (1, "0-a1")
-assert claims.announced() == {0: {"address": 1}} and sorted(os.listdir(claims.folder)) == ["node-00000.json", "term-00001"]
+assert asyncio.run(claims.claim(1, "0-a1")) and not asyncio.run(claims.claim(1, "1-b2")) and claims.newest() == (1, "0-a1")
+assert claims.announced() == {0: first} and sorted(os.listdir(claims.folder)) == ["node-00000.json", "term-00001"]
 print("claimed")
 """
 

@@ -1,0 +1,80 @@
+"""The registry of a run whose nodes share no folder, as an agent sees it: the launcher keeps it (`launch/registry_server`). Messages go through
+the standard input and output of the agent.
+
+Whoever leads must hear from the launcher: without it, nobody can know whether another node has claimed the next term.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+from phalanx.control import protocol
+from phalanx.events.records import Event, decode
+
+_EMPTY = protocol.RegistryState(term=0, author="", offered=0, nodes={}, touches=0)
+
+
+class LauncherRegistry:
+    """Implements `control/registry.Registry`."""
+
+    def __init__(self, send: Callable[[protocol.Message], None], lease: float):
+        """`lease`: seconds without a word from the launcher after which this node must not lead."""
+        self._send, self._lease = send, lease
+        self._state, self._heard = _EMPTY, -float("inf")
+        self._answer: asyncio.Future[protocol.TermClaimed] | None = None
+        self._history: asyncio.Future[protocol.History] | None = None
+
+    def receive(self, message: protocol.Message) -> None:
+        """Handle a message of the launcher."""
+        self._heard = time.monotonic()
+        match message:
+            case protocol.RegistryState():
+                self._state = message
+            case protocol.TermClaimed() if self._answer is not None and not self._answer.done():
+                self._answer.set_result(message)
+            case protocol.History() if self._history is not None and not self._history.done():
+                self._history.set_result(message)
+
+    def newest(self) -> tuple[int, str]:
+        return self._state.term, self._state.author
+
+    def holds(self, term: int, author: str) -> bool:
+        return self.newest() == (term, author) and time.monotonic() - self._heard <= self._lease
+
+    async def claim(self, term: int, author: str) -> bool:
+        self._answer = asyncio.get_running_loop().create_future()
+        self._send(protocol.ClaimTerm(term=term, author=author))
+        try:
+            answer = await asyncio.wait_for(self._answer, self._lease)
+        except TimeoutError:
+            return False
+        return answer.granted and answer.term == term
+
+    def offer(self, term: int) -> None:
+        self._send(protocol.OfferTerm(term=term))
+
+    def offered(self, term: int) -> bool:
+        return self._state.offered >= term
+
+    def announce(self, node: int, info: protocol.NodeInfo) -> None:
+        self._send(protocol.Announce(info=info))
+
+    def announced(self) -> dict[int, protocol.NodeInfo]:
+        return {int(node): info for node, info in self._state.nodes.items()}
+
+    def touch(self, node: int) -> None:
+        self._send(protocol.Touch())
+
+    def touched(self, node: int) -> float:
+        return float(self._state.touches)
+
+    def record(self, line: str, *, if_new: bool = False) -> None:
+        self._send(protocol.Record(line=line, if_new=if_new))
+
+    async def history(self) -> list[Event]:
+        """Waits for the launcher, without which nobody leads."""
+        self._history = asyncio.get_running_loop().create_future()
+        self._send(protocol.AskHistory())
+        return [event for line in (await self._history).lines if (event := decode(line)) is not None]

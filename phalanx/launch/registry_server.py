@@ -1,0 +1,84 @@
+"""The registry of a run whose nodes share no folder, kept by the launcher. `control/launcher_registry` is the agents' side."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from phalanx.control import protocol
+from phalanx.events.log import RecordWriter, launch_events
+from phalanx.events.records import FailureNoticed, Finished, Recovered, Step, encode
+from phalanx.events.rundir import RunDir
+
+
+class RegistryServer:
+    """Terms, addresses, records and logs of one launch."""
+
+    def __init__(self, rundir: RunDir, heartbeat: float):
+        """`heartbeat`: seconds without a sign of life after which the author of a term counts as lost."""
+        self._rundir, self._heartbeat = rundir, heartbeat
+        self._writer = RecordWriter(rundir.events_file)
+        self._term, self._author, self._offered = 0, "", 0
+        self._nodes: dict[int, protocol.NodeInfo] = {}
+        self._touches, self._touched = 0, 0.0
+        self.changed = False
+        """The agents do not know the newest state yet."""
+
+    @property
+    def state(self) -> protocol.RegistryState:
+        return protocol.RegistryState(
+            term=self._term,
+            author=self._author,
+            offered=self._offered,
+            nodes={str(node): info for node, info in self._nodes.items()},
+            touches=self._touches,
+        )
+
+    def handle(self, node: int, message: protocol.Message, answer: Callable[[protocol.Message], object]) -> None:
+        """Handle a message of a node's agent."""
+        match message:
+            case protocol.Announce():
+                self._nodes[node] = message.info
+                self.changed = True
+            case protocol.ClaimTerm():
+                answer(protocol.TermClaimed(term=message.term, granted=self._claim(message.term, message.author)))
+            case protocol.OfferTerm():
+                self._offered = max(self._offered, message.term)
+                self.changed = True
+            case protocol.Touch():
+                self._touches, self._touched = self._touches + 1, time.monotonic()
+            case protocol.Record():
+                self._writer.write(message.line, if_new=message.if_new)
+            case protocol.AskHistory():
+                answer(protocol.History(lines=self._history()))
+            case protocol.LogText():
+                with (self._rundir.logs / Path(message.name).name).open("a") as file:
+                    file.write(message.text)
+
+    def lose(self, node: int) -> None:
+        """The agent of a node is gone."""
+        info = self._nodes.pop(node, None)
+        if info is not None and info.name == self._author:
+            self._touched = 0.0
+        self.changed = True
+
+    def _claim(self, term: int, author: str) -> bool:
+        if (term, author) == (self._term, self._author):
+            return True
+        leads = self._author and self._offered < self._term and time.monotonic() - self._touched <= self._heartbeat
+        if term != self._term + 1 or leads:
+            return False
+        self._term, self._author, self.changed = term, author, True
+        self._touched = time.monotonic()
+        return True
+
+    def _history(self) -> list[str]:
+        """What a new controller must know, and no more: a long run has millions of records."""
+        events = launch_events(self._rundir.events_file)
+        last = next((event for event in reversed(events) if isinstance(event, Step)), None)
+        wanted = [event for event in events if event is last or isinstance(event, FailureNoticed | Recovered | Finished)]
+        return [encode(event) for event in wanted]
+
+    def close(self) -> None:
+        self._writer.close()
