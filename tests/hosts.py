@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import subprocess
+from itertools import count
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -24,9 +26,13 @@ def available() -> bool:
     return True
 
 
+_numbers = count()
+
+
 class Hosts:
     def __init__(self, count: int):
-        self.count, self._bridge = count, f"px{os.getpid()}"
+        # A name of its own: the kernel removes the links of a namespace some time after it.
+        self.count, self._bridge = count, f"px{os.getpid() % 1_000_000}n{next(_numbers)}"
 
     def address(self, host: int) -> str:
         return f"10.78.0.{10 + host}"
@@ -50,9 +56,10 @@ class Hosts:
             ip("netns", "del", self._name(host))
         ip("link", "del", self._bridge)
 
-    def prefix(self, host: int) -> list[str]:
-        """Runs the command that follows it on a host."""
-        inside = f'hostname h{host} && mount -t tmpfs -o size=1g tmpfs /dev/shm && exec "$@"'
+    def prefix(self, host: int, private: Path | None = None) -> list[str]:
+        """Runs the command that follows it on a host. `private`: a folder that the host does not share with the others."""
+        own = f"mkdir -p {private} && mount -t tmpfs tmpfs {private} && " if private is not None else ""
+        inside = f'hostname h{host} && mount -t tmpfs -o size=1g tmpfs /dev/shm && {own}exec "$@"'
         return ["ip", "netns", "exec", self._name(host), "unshare", "--uts", "sh", "-c", inside, "sh"]
 
     def cut(self, host: int) -> None:

@@ -29,7 +29,7 @@ from phalanx.host.env import torchrun_place
 from phalanx.host.probe import this_machine
 from phalanx.launch.job import Job, first_events
 from phalanx.launch.prepare import Prepared, Request, prepare
-from phalanx.spec.errors import PhalanxError, RunError, RunFailed, refuse
+from phalanx.spec.errors import PhalanxError, RunError, RunFailed, refuse, toml
 from phalanx.spec.load import load
 from phalanx.spec.plan import Place
 
@@ -54,6 +54,12 @@ def train(
         str,
         Option(help='Faults to inject, for example "kill rank=1 step=10; hang rank=0 step=20 for=10s". See docs/chaos.md.'),
     ] = "",
+    on: Annotated[
+        str | None, Option(help="What starts the run on other machines: ssh. Sets cluster.launcher. Default: this machine.")
+    ] = None,
+    hosts: Annotated[
+        Path | None, Option(help="--on ssh: a file with one host per line. Sets cluster.hosts. See docs/ssh.md.")
+    ] = None,
     json: AsJson = False,
 ) -> None:
     """Train the model that RUN.toml describes. After a stop or a crash, the same command resumes the run."""
@@ -63,7 +69,7 @@ def train(
         raise RunError("--chaos needs Phalanx's own supervisors, but torchrun started this process: use `phalanx train` alone.")
     if place is not None:
         raise typer.Exit(_train_under_torchrun(place, run_file, overrides or [], request, json))
-    run = load(run_file, overrides or [])
+    run = load(run_file, [*(overrides or []), *_launcher_settings(on, hosts)])
     faults = parse(chaos)  # reports errors before anything starts
     with tokenizing(console) as progress:
         prepared = prepare(run, run_file.stem, request, progress=progress)
@@ -83,6 +89,14 @@ def train(
         console.print(f"Stopped and saved. To resume, run the same command {again}.", style="yellow", soft_wrap=True)
     finish(json, summary.to_json(prepared.rundir.path) | ({"error": [job.failure.reason]} if job.failure else {}))
     raise typer.Exit(job.exit_code or 0)
+
+
+def _launcher_settings(on: str | None, hosts: Path | None) -> list[str]:
+    """--on and --hosts as overrides of the run file."""
+    if hosts is not None and on is None:
+        on = "ssh"
+    given = {"cluster.launcher": on, "cluster.hosts": hosts}
+    return [f"{key}={toml(str(value))}" for key, value in given.items() if value is not None]
 
 
 def _drawn_faults(faults: tuple[Fault, ...], prepared: Prepared) -> str:

@@ -27,6 +27,7 @@ from phalanx.control.processes import ForkClient, ReplicaProcess, Worker, inspec
 from phalanx.events import heartbeat
 from phalanx.events.heartbeat import Beat
 from phalanx.events.records import StrangerRefused, Warned
+from phalanx.host.env import adopt
 from phalanx.host.process_tree import STOP_SIGNALS, adopt_orphans, die_with, unblock_stop_signals
 from phalanx.spec.plan import Place
 
@@ -335,6 +336,7 @@ async def _main() -> None:
     settings: protocol.AgentSettings = protocol.decode(json.loads(line))
     die_with(settings.parent or os.getppid())
     adopt_orphans()
+    adopt(settings.environment)
     agent = Agent(settings)
     for number in STOP_SIGNALS:
         loop.add_signal_handler(number, agent.stop, signal.Signals(number).name)

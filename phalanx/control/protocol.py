@@ -151,6 +151,8 @@ class AgentSettings(Message):
     token: str
     bind: str
     chaos: str
+    environment: dict[str, str]
+    """Variables of the launcher's environment that a host gets which does not set them itself."""
     parent: int | None
     """Process id of the launcher, if it is on this machine. The agent ends with it."""
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import sysconfig
+from collections.abc import Mapping
 from pathlib import Path
 
 from phalanx.host.interfaces import interface_of
 from phalanx.spec.plan import Place, Plan
+
+_FORWARDED = ("AWS_", "AZURE_", "GOOGLE_", "FSSPEC_", "HF_", "WANDB_", "NCCL_", "GLOO_", "TORCH_", "PYTORCH_")
 
 
 def torchrun_place() -> Place | None:
@@ -31,10 +34,32 @@ def config_folder() -> Path:
 
 def python_env() -> dict[str, str]:
     """An environment in which another Python process finds this package, even from a checkout that is not installed."""
+    path = python_path()
+    return dict(os.environ) | ({} if path is None else {"PYTHONPATH": path})
+
+
+def python_path() -> str | None:
+    """PYTHONPATH with which another Python process finds this package; None if it does without."""
     home = str(Path(__file__).parents[2])
-    if home in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):
-        return dict(os.environ)
-    return dict(os.environ) | {"PYTHONPATH": os.pathsep.join(filter(None, [home, os.environ.get("PYTHONPATH")]))}
+    installed = home in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
+    return os.pathsep.join(filter(None, [None if installed else home, os.environ.get("PYTHONPATH")])) or None
+
+
+def forwarded() -> dict[str, str]:
+    """The user's settings of storage, credentials and communication, which the agents on other hosts need, too."""
+    return {name: value for name, value in os.environ.items() if name.startswith(_FORWARDED)}
+
+
+def adopt(variables: Mapping[str, str]) -> None:
+    """Set variables of another host's environment that this one does not have."""
+    for name, value in variables.items():
+        os.environ.setdefault(name, value)
+
+
+def ssh_server_address() -> str | None:
+    """The address of this host by which an ssh client has reached it."""
+    words = os.environ.get("SSH_CONNECTION", "").split()
+    return words[2] if len(words) == 4 else None
 
 
 def worker_env(plan: Plan, bind: str = "127.0.0.1") -> dict[str, str]:

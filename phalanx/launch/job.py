@@ -76,8 +76,6 @@ class Job:
         self._reader = EventReader(self.rundir.events_file, offset=self.rundir.events_file.stat().st_size)
         for path in self.rundir.logs.glob("rank-*.error.json"):
             path.unlink()
-        shutil.rmtree(self.rundir.control, ignore_errors=True)  # terms of an earlier launch
-        self.rundir.launch_id = secrets.token_hex(8)
         for event in first_events(prepared):
             self._log.emit(event)
         nodes = self.run.cluster.nodes
@@ -97,6 +95,7 @@ class Job:
             token=secrets.token_hex(32),
             bind=self.run.cluster.bind,
             chaos=chaos,
+            environment={},
             parent=os.getpid(),
         )
         self._nodes = {number: self._start(number) for number in range(nodes)}

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Protocol, cast
 
 from phalanx.control.protocol import AgentSettings, Message
+from phalanx.events.rundir import RunDir
 from phalanx.spec.plan import Machine
 from phalanx.spec.run import Run
 
@@ -39,11 +40,16 @@ class Launcher(Protocol):
 
     registry: str
     """Where the agents meet: `AgentSettings.registry`."""
+    nodes: int
+    """Number of nodes."""
     restart_after: float | None
     """Seconds after which the agent of a lost node is started again; None: never."""
 
     def machine(self) -> Machine:
         """The computers that the run will train on, as one. Raises RunError if one of them cannot be used."""
+
+    def check(self, rundir: RunDir) -> None:
+        """Raise RunError if a computer lacks files of the run, whose directory is this."""
 
     def start(self, settings: AgentSettings, log: Path) -> StartedAgent:
         """Start the agent of a node. Its errors go to the file."""

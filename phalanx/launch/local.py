@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from phalanx.control.protocol import AgentSettings
+from phalanx.events.rundir import RunDir
 from phalanx.host.probe import this_machine
 from phalanx.launch.agent_process import AgentProcess
 from phalanx.launch.launcher import StartedAgent
@@ -21,11 +22,15 @@ class Local:
 
     def __init__(self, run: Run):
         self._run = run
+        self.nodes = run.cluster.nodes
         self.restart_after = run.resilience.node_return
 
     def machine(self) -> Machine:
         refuse(address_problems(self._run))
         return this_machine()
+
+    def check(self, rundir: RunDir) -> None:
+        """This machine sees everything."""
 
     def start(self, settings: AgentSettings, log: Path) -> StartedAgent:
         return AgentProcess(settings, log)

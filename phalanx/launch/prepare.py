@@ -4,10 +4,11 @@ together, as one RunError."""
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -74,6 +75,7 @@ def prepare(
     request = request or Request()
     problems = [*run_checks.missing_packages(run), *run_checks.storage_problems(run)]
     started_by = launcher(run)
+    run = replace(run, cluster=replace(run.cluster, nodes=started_by.nodes))
     try:
         machine = this_machine() if ranks is not None else started_by.machine()
         if wrong_machine := mismatch(run, machine):
@@ -81,7 +83,7 @@ def prepare(
         size = measure(run)
         planned = plan_run(run, machine, ranks, size)
         if ranks is None:
-            problems += run_checks.node_problems(run, planned.plan)
+            problems += run_checks.node_problems(run, planned.plan, machine)
         if not (problems or request.unrehearsed):
             problems += memory_problems(planned.run, planned.plan, machine)
     except RunError as error:
@@ -104,6 +106,10 @@ def prepare(
         resumes, changes = _check_resumption(rundir, planned, data, request)
         if not resumes:  # a resumed run has its weights in its checkpoint
             check_weights(planned.run)
+        if ranks is None:
+            shutil.rmtree(rundir.control, ignore_errors=True)  # terms of an earlier launch
+            rundir.launch_id = secrets.token_hex(8)
+            started_by.check(rundir)
         replace_file(rundir.run_file, dump(planned.run))
         replace_file(rundir.plan_file, planned.plan.to_json())
         _copy_tokenizer(data.tokenizer.files, rundir.tokenizer)

@@ -23,7 +23,7 @@ from phalanx.events.rundir import RunDir
 from phalanx.spec.dump import changed
 from phalanx.spec.errors import RunError, toml
 from phalanx.spec.load import loads
-from phalanx.spec.plan import Plan
+from phalanx.spec.plan import Machine, Plan
 from phalanx.spec.run import Run
 from phalanx.spec.sources import kind
 
@@ -71,10 +71,10 @@ def address_problems(run: Run) -> list[str]:
     return []
 
 
-def node_problems(run: Run, plan: Plan) -> list[str]:
+def node_problems(run: Run, plan: Plan, machine: Machine) -> list[str]:
     """Nodes that would have no rank and are not declared as spares, and several nodes on one machine that would share its GPUs."""
     nodes, spares = run.cluster.nodes, run.resilience.spares
-    if nodes > 1 and plan.device == "cuda":
+    if nodes > machine.nodes == 1 and plan.device == "cuda" and run.cluster.launcher == "local":
         return [
             f"cluster.nodes = {nodes} on this machine would give the same GPUs to several nodes: remove the key, or set "
             'cluster.device = "cpu" to rehearse several nodes.'

@@ -229,7 +229,8 @@ def machine_name(machine: Machine) -> str:
     """A machine in words, equal for two machines if a plan for one is a plan for the other."""
     gpus = sorted({(gpu.name, gpu.memory) for gpu in machine.gpus})
     cards = "".join(f", {sum(gpu.name == name for gpu in machine.gpus)} × {name} with {gib(memory)}" for name, memory in gpus)
-    return f"{machine.cores} cores of {machine.cpu} with {gib(machine.memory)}{cards}"
+    hosts = "" if machine.nodes == 1 else f"{machine.nodes} hosts: "
+    return f"{hosts}{machine.cores} cores of {machine.cpu} with {gib(machine.memory)}{cards}"
 
 
 def gib(size: float) -> str:

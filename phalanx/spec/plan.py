@@ -22,7 +22,7 @@ class Gpu:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Machine:
-    """This computer."""
+    """This computer, or several alike as one."""
 
     host: str
     cpu: str
@@ -35,6 +35,8 @@ class Machine:
     scalar: tuple[str, ...] = ()
     """Number formats without vector instructions on this CPU; PyTorch multiplies them one number at a time."""
     gpus: tuple[Gpu, ...] = ()
+    nodes: int = 1
+    """Computers that cores, memory and GPUs are the sum of."""
     measured: tuple[tuple[str, float], ...] = ()
     """What `phalanx bench` or a comparison with a run measured here, by names such as "cpu.launch"; plans use it."""
 

@@ -227,10 +227,12 @@ class Cluster:
     """Number of machines. With the local launcher they are groups of processes on this machine, each with its own agent."""
     bind: str = "127.0.0.1"
     """Address of the only network interface that the run's processes listen on."""
-    launcher: Literal["local", "ray", "slurm", "kubernetes"] = field(
-        default="local", metadata=later("launching through Ray, Slurm or Kubernetes")
+    launcher: Literal["local", "ssh", "ray", "slurm", "kubernetes"] = field(
+        default="local", metadata=later("launching through Ray, Slurm or Kubernetes", but=("ssh",))
     )
     """What starts the workers. torchrun needs no key: start `torchrun -m phalanx train …`."""
+    hosts: str | None = None
+    """launcher = "ssh": a file with one host per line, on all of which the run trains."""
     name: str | None = None
     """A cluster to plan for instead of this machine: a catalogue name, which `phalanx clusters` lists, or a TOML file. The four keys below describe or change parts of it. `phalanx train` requires this machine to be that cluster."""
     gpu: str | None = None

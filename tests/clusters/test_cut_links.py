@@ -13,10 +13,13 @@ from hosts import Hosts, available
 from phalanx.control.protocol import AgentSettings
 from phalanx.events.log import read_events
 from phalanx.events.records import ControllerChanged, Event, FailureNoticed, Recovered, Step
-from phalanx.launch.launcher import Job
-from phalanx.launch.local import LocalAgent
+from phalanx.launch.agent_process import AgentProcess
+from phalanx.launch.job import Job
+from phalanx.launch.launcher import StartedAgent
+from phalanx.launch.local import Local
 from phalanx.launch.prepare import Request, prepare
 from phalanx.spec.load import loads
+from phalanx.spec.run import Run
 
 pytestmark = [pytest.mark.clusters, pytest.mark.skipif(not available(), reason="needs root and network namespaces")]
 
@@ -36,6 +39,8 @@ data = 2
 [cluster]
 threads = 1
 nodes = {nodes}
+[checkpoint]
+url = "{saved}"
 [resilience]
 spares = {spares}
 """
@@ -47,25 +52,35 @@ def hosts() -> Iterator[Hosts]:
         yield made
 
 
-def job(folder: Path, hosts: Hosts | None, nodes: int = 1, spares: int = 0) -> Job:
-    prepared = prepare(loads(RUN.format(nodes=nodes, spares=spares)), "run", Request(directory=folder))
+class OnHosts(Local):
+    """Starts each agent on a host of its own."""
 
-    def start(settings: AgentSettings, log: Path) -> LocalAgent:
-        if hosts is None:
-            return LocalAgent(settings, log)
-        return LocalAgent(replace(settings, bind=hosts.address(settings.node)), log, hosts.prefix(settings.node))
+    def __init__(self, run: Run, hosts: Hosts, registry: str = "folder"):
+        super().__init__(run)
+        self._hosts, self.registry = hosts, registry
 
-    return Job(prepared, start=start)
+    def start(self, settings: AgentSettings, log: Path) -> StartedAgent:
+        prefix = self._hosts.prefix(settings.node, private=Path(settings.run_dir) if self.registry == "launcher" else None)
+        own = replace(settings, bind=self._hosts.address(settings.node))
+        return AgentProcess(own, log, wrap=lambda command: [*prefix, *command])
+
+
+def job(folder: Path, hosts: Hosts | None, nodes: int = 1, spares: int = 0, registry: str = "folder") -> Job:
+    prepared = prepare(loads(RUN.format(nodes=nodes, spares=spares, saved=f"{folder}-saved")), "run", Request(directory=folder))
+    if hosts is not None:
+        prepared = replace(prepared, launcher=OnHosts(prepared.run, hosts, registry))
+    return Job(prepared)
 
 
 def losses(events: list[Event]) -> dict[int, tuple[float, int | None]]:
     return {event.step: (event.loss, event.batch_digest) for event in events if isinstance(event, Step)}
 
 
-def test_controller_that_is_cut_off_leaves_the_run_to_the_others(tmp_path: Path, hosts: Hosts) -> None:
-    """Although it still has its disk, where it could show life."""
+@pytest.mark.parametrize("registry", ["folder", "launcher"])
+def test_controller_that_is_cut_off_leaves_the_run_to_the_others(tmp_path: Path, hosts: Hosts, registry: str) -> None:
+    """Although it still has its disk, or its connection to the launcher, where it could show life."""
     undisturbed = list(job(tmp_path / "alone", None).events())
-    running = job(tmp_path / "run", hosts, nodes=3, spares=1)
+    running = job(tmp_path / "run", hosts, nodes=3, spares=1, registry=registry)
     for event in running.events():
         if isinstance(event, Step) and event.step == 10:
             hosts.cut(0)
@@ -79,9 +94,10 @@ def test_controller_that_is_cut_off_leaves_the_run_to_the_others(tmp_path: Path,
     assert (recovered.action, recovered.steps_lost) == ("spare", 0)
 
 
-def test_host_that_is_cut_off_for_a_while_comes_back(tmp_path: Path, hosts: Hosts) -> None:
+@pytest.mark.parametrize("registry", ["folder", "launcher"])
+def test_host_that_is_cut_off_for_a_while_comes_back(tmp_path: Path, hosts: Hosts, registry: str) -> None:
     undisturbed = list(job(tmp_path / "alone", None).events())
-    running, cut = job(tmp_path / "run", hosts, nodes=2), 0.0
+    running, cut = job(tmp_path / "run", hosts, nodes=2, registry=registry), 0.0
     for event in running.events():
         if isinstance(event, Step) and event.step == 10:
             hosts.cut(1)

@@ -25,6 +25,8 @@ _COPY = 1.2e9
 """Bytes/s that one process sends to another on the same machine through sockets."""
 _BUS = 10e9
 """Bytes/s that all processes send together."""
+_NETWORK = 1.25e9
+"""Bytes/s of a host's network interface: 10 Gbit/s."""
 _STORAGE = 0.5e9
 FIXED = 285 * 2**20
 """Bytes of an interpreter with torch imported, before there is a model."""
@@ -60,7 +62,7 @@ def cpu_hardware(machine: Machine, ranks: int | None = None, threads: int | None
     bandwidth = own.get("bandwidth", _CORE_BANDWIDTH) * worth
     link = min(own.get("island_bandwidth", _COPY) * min(1.0, share), own.get("bus", _BUS) / ranks)
     return Hardware(
-        name="this machine",
+        name="this machine" if machine.nodes == 1 else f"{machine.nodes} hosts",
         device="cpu",
         gpu=GpuEntry(
             key="cpu",
@@ -75,12 +77,12 @@ def cpu_hardware(machine: Machine, ranks: int | None = None, threads: int | None
             family="cpu",
         ),
         gpus=ranks,
-        node=ranks,
-        island=ranks,
+        node=max(1, ranks // machine.nodes),
+        island=max(1, ranks // machine.nodes),
         island_bandwidth=link,
-        network=link,
+        network=link if machine.nodes == 1 else min(link, _NETWORK * machine.nodes / ranks),
         rails=False,
-        host_memory=machine.memory,
+        host_memory=machine.memory / machine.nodes,
         host_bandwidth=bandwidth,
         storage=own.get("storage", _STORAGE),
         power=None,

@@ -149,6 +149,9 @@ def _this_machine(machine: Machine) -> Hardware:
     gpu = find_gpu(first) or replace(_UNKNOWN, key=first, name=first)
     node = entry("nodes", gpu.node, "node")
     gpu = replace(gpu, memory=float(min(card.memory for card in machine.gpus)))
+    if machine.nodes > 1:
+        here = len(machine.gpus) // machine.nodes
+        node = {**node, "gpus": here, "island": min(here, node["island"])}
     built = _build(gpu, len(machine.gpus), node, node["network"], "network")
     assumed = [f"Links are those of {node['name']}."] if len(machine.gpus) > 1 else []
     if gpu.family == "unknown":
@@ -157,8 +160,8 @@ def _this_machine(machine: Machine) -> Hardware:
         )
     return replace(
         built,
-        name="this machine",
-        host_memory=float(machine.memory),
+        name="this machine" if machine.nodes == 1 else f"{machine.nodes} hosts",
+        host_memory=machine.memory / machine.nodes,
         price=None,  # it is there already
         failures=None,
         assumed=tuple(assumed),
