@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import subprocess
 from itertools import count
 from pathlib import Path
@@ -33,6 +35,7 @@ class Hosts:
     def __init__(self, count: int):
         # A name of its own: the kernel removes the links of a namespace some time after it.
         self.count, self._bridge = count, f"px{os.getpid() % 1_000_000}n{next(_numbers)}"
+        self._servers: list[subprocess.Popen[bytes]] = []
 
     def address(self, host: int) -> str:
         return f"10.78.0.{10 + host}"
@@ -53,7 +56,10 @@ class Hosts:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         for host in range(self.count):
+            self.kill_all(host)
             ip("netns", "del", self._name(host))
+        for server in self._servers:
+            server.wait()
         ip("link", "del", self._bridge)
 
     def prefix(self, host: int, private: Path | None = None) -> list[str]:
@@ -61,6 +67,35 @@ class Hosts:
         own = f"mkdir -p {private} && mount -t tmpfs tmpfs {private} && " if private is not None else ""
         inside = f'hostname h{host} && mount -t tmpfs -o size=1g tmpfs /dev/shm && {own}exec "$@"'
         return ["ip", "netns", "exec", self._name(host), "unshare", "--uts", "sh", "-c", inside, "sh"]
+
+    @property
+    def outside(self) -> str:
+        """The address of this machine, on which the hosts are namespaces, in their network."""
+        return "10.78.0.1"
+
+    def start_sshd(self, folder: Path, private: Path) -> Path:
+        """Start an ssh server on every host; returns the configuration of a client. `private`: as with `prefix`."""
+        folder.mkdir(mode=0o700)
+        Path("/run/sshd").mkdir(exist_ok=True)
+        for name in ("host", "id"):
+            subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / name], check=True)
+        settings = ["Port 22", f"HostKey {folder}/host", f"AuthorizedKeysFile {folder}/id.pub", "StrictModes no", "UsePAM no"]
+        settings += ["PermitRootLogin prohibit-password", "PasswordAuthentication no", "PidFile none"]
+        for host in range(self.count):
+            file = folder / f"sshd-{host}"
+            file.write_text("\n".join([*settings, f"ListenAddress {self.address(host)}", ""]))
+            command = [*self.prefix(host, private), "/usr/sbin/sshd", "-D", "-f", str(file), "-E", str(folder / f"sshd-{host}.log")]
+            self._servers.append(subprocess.Popen(command, start_new_session=True))
+        client = folder / "config"
+        client.write_text(f"IdentityFile {folder}/id\nStrictHostKeyChecking no\nUserKnownHostsFile /dev/null\nLogLevel ERROR\n")
+        return client
+
+    def kill_all(self, host: int) -> None:
+        """kill -9 everything on a host."""
+        pids = subprocess.run(["ip", "netns", "pids", self._name(host)], check=True, capture_output=True, text=True).stdout.split()
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(pid), signal.SIGKILL)
 
     def cut(self, host: int) -> None:
         """From now on its packets vanish, as with a pulled cable."""

@@ -15,11 +15,11 @@ from collections.abc import Callable, Iterator
 import pytest
 
 SERVER = """
-import logging
+import logging, sys
 logging.disable(logging.CRITICAL)
 from werkzeug.serving import make_server
 from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
-server = make_server("127.0.0.1", 0, DomainDispatcherApplication(create_backend_app), threaded=True)
+server = make_server(sys.argv[1], 0, DomainDispatcherApplication(create_backend_app), threaded=True)
 print(server.port, flush=True)
 server.serve_forever()
 """
@@ -32,22 +32,22 @@ Cut = Callable[[int, bytes], bool]
 class Store:
     """The server, and what tests tell their programs of it."""
 
-    def __init__(self, port: int):
-        self.port = port
+    def __init__(self, port: int, address: str = "127.0.0.1"):
+        self.port, self.address = port, address
 
     def env(self, port: int | None = None) -> dict[str, str]:
         """The environment in which programs find it, through another port where one is given."""
-        return ACCESS | {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{port or self.port}"}
+        return ACCESS | {"AWS_ENDPOINT_URL": f"http://{self.address}:{port or self.port}"}
 
     def bucket(self) -> str:
         """A new and empty one."""
         name = f"bucket-{uuid.uuid4().hex[:12]}"
-        with urllib.request.urlopen(urllib.request.Request(f"http://127.0.0.1:{self.port}/{name}", method="PUT")):
+        with urllib.request.urlopen(urllib.request.Request(f"http://{self.address}:{self.port}/{name}", method="PUT")):
             return name
 
 
 @contextlib.contextmanager
-def serve() -> Iterator[Store]:
+def serve(address: str = "127.0.0.1") -> Iterator[Store]:
     for package, why in (
         ("s3fs", "no S3 without it"),
         ("moto", "no server without it"),
@@ -56,11 +56,11 @@ def serve() -> Iterator[Store]:
         pytest.importorskip(package, reason=f"{package} is not installed: {why}")
     clean = {key: value for key, value in os.environ.items() if not key.startswith("AWS_")}
     server = subprocess.Popen(
-        [sys.executable, "-c", SERVER], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=clean
+        [sys.executable, "-c", SERVER, address], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=clean
     )
     assert server.stdout is not None
     try:
-        yield Store(int(server.stdout.readline()))
+        yield Store(int(server.stdout.readline()), address)
     finally:
         server.kill()
         server.wait()

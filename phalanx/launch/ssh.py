@@ -117,8 +117,7 @@ class Ssh:
         except (OSError, KeyError, TypeError) as error:
             return f"the host does not answer ({error})"
 
-    @staticmethod
-    def _remote(host: Host) -> Callable[[list[str]], list[str]]:
+    def _remote(self, host: Host) -> Callable[[list[str]], list[str]]:
         """Makes the ssh command that runs a Python command of this machine on a host."""
 
         def wrap(command: list[str]) -> list[str]:
@@ -130,7 +129,8 @@ class Ssh:
             port = [] if host.port is None else ["-p", str(host.port)]
             target = host.name if host.user is None else f"{host.user}@{host.name}"
             # The working directory, if the host has it: paths of the run file may be relative to it.
-            return ["ssh", *options, *port, target, f"cd {shlex.quote(os.getcwd())} 2>/dev/null; exec {shlex.join(words)}"]
+            remote = f"cd {shlex.quote(os.getcwd())} 2>/dev/null; exec {shlex.join(words)}"
+            return [*shlex.split(self._run.cluster.ssh), *options, *port, target, remote]
 
         return wrap
 

@@ -233,6 +233,8 @@ class Cluster:
     """What starts the workers. torchrun needs no key: start `torchrun -m phalanx train …`."""
     hosts: str | None = None
     """launcher = "ssh": a file with one host per line, on all of which the run trains."""
+    ssh: str = "ssh"
+    """launcher = "ssh": the command that connects to a host, with options of yours such as `ssh -F my-config`."""
     name: str | None = None
     """A cluster to plan for instead of this machine: a catalogue name, which `phalanx clusters` lists, or a TOML file. The four keys below describe or change parts of it. `phalanx train` requires this machine to be that cluster."""
     gpu: str | None = None
