@@ -118,8 +118,13 @@ class Agent(NodeServices):
             await store_server.serve(channel, self.stores, first)
             return
         join = protocol.decode(first)
-        if isinstance(join, protocol.Join) and self._controller is not None and self.reachable(join.node):
+        if isinstance(join, protocol.Join) and self._controller is not None and self._accepts(join):
             await self._controller.serve_member(channel, join)
+
+    def _accepts(self, join: protocol.Join) -> bool:
+        """Whether a node may join: not one whose agent was started again while it was cut off."""
+        info = self.registry.info(join.node)
+        return self.reachable(join.node) and info is not None and info.name == join.name
 
     def _on_refused(self, address: str, reason: str) -> None:
         """A peer without the token was refused. Records are rate-limited: a port scan must not fill the log."""

@@ -191,7 +191,7 @@ class LeaderClient:
     async def _follow_author(self, term: int, author: str) -> bool:
         """Obey the author of this term until it is deposed or unreachable (True) or lost (False)."""
         node = int(author.partition("-")[0])
-        info = self._registry.announced().get(node)
+        info = self._registry.info(node)
         if info is None or info.name != author:
             return False
         try:

@@ -61,6 +61,9 @@ class LauncherRegistry:
     def announce(self, node: int, info: protocol.NodeInfo) -> None:
         self._send(protocol.Announce(info=info))
 
+    def info(self, node: int) -> protocol.NodeInfo | None:
+        return self._state.nodes.get(str(node))
+
     def announced(self) -> dict[int, protocol.NodeInfo]:
         return {int(node): info for node, info in self._state.nodes.items()}
 

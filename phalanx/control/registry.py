@@ -50,6 +50,9 @@ class Registry(Protocol):
     def announce(self, node: int, info: NodeInfo) -> None:
         """Publish the name and address of a node."""
 
+    def info(self, node: int) -> NodeInfo | None:
+        """What a node has published; None: nothing, or it is gone."""
+
     def announced(self) -> dict[int, NodeInfo]:
         """What each node has published, by node number."""
 
@@ -116,6 +119,10 @@ class FolderRegistry:
         except BaseException:
             part.unlink(missing_ok=True)
             raise
+
+    def info(self, node: int) -> NodeInfo | None:
+        """None if the file is invalid."""
+        return _read(self._node(node))
 
     def announced(self) -> dict[int, NodeInfo]:
         """Invalid files are ignored."""

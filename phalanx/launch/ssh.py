@@ -27,8 +27,9 @@ from phalanx.spec.errors import RunError
 from phalanx.spec.plan import Machine
 from phalanx.spec.run import Run
 
-# BatchMode: never ask for a password. A dead connection is noticed within 6 s; the agents' own heartbeats are faster.
-_OPTIONS = ("BatchMode=yes", "ConnectTimeout=5", "ServerAliveInterval=2", "ServerAliveCountMax=3")
+# BatchMode: never ask for a password. A connection is given up after 15 s without a word, and its agent started again; the agents' own
+# heartbeats notice a lost host much sooner.
+_OPTIONS = ("BatchMode=yes", "ConnectTimeout=5", "ServerAliveInterval=3", "ServerAliveCountMax=5")
 _ANSWER_SECONDS = 60.0  # in which a host reports: its file system may be cold
 _PARALLEL = 64  # hosts that are asked at a time
 _RESTART = 5.0  # seconds between two attempts to start the agent of a lost host

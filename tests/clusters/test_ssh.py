@@ -130,7 +130,7 @@ def test_links_are_cut_and_mended(cluster: Cluster) -> None:
             once("mend 1", hosts.mend, 1)
         if since.get("mend 1", 0) > 5:
             once("cut 2", hosts.cut, 2)
-        if since.get("cut 2", 0) > 12:
+        if since.get("cut 2", 0) > 20:
             once("mend 2", hosts.mend, 2)
 
     events = cluster.follow(cluster.train("run", "--on", "ssh", "--hosts", "hosts.txt"), "run", disturb)
