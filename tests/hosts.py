@@ -84,7 +84,15 @@ class Hosts:
         for host in range(self.count):
             file = folder / f"sshd-{host}"
             file.write_text("\n".join([*settings, f"ListenAddress {self.address(host)}", ""]))
-            command = [*self.prefix(host, private), "/usr/sbin/sshd", "-D", "-f", str(file), "-E", str(folder / f"sshd-{host}.log")]
+            command = [
+                *self.prefix(host, private),
+                "/usr/sbin/sshd",
+                "-D",
+                "-f",
+                str(file),
+                "-E",
+                str(folder / f"sshd-{host}.log"),
+            ]
             self._servers.append(subprocess.Popen(command, start_new_session=True))
         client = folder / "config"
         client.write_text(f"IdentityFile {folder}/id\nStrictHostKeyChecking no\nUserKnownHostsFile /dev/null\nLogLevel ERROR\n")
@@ -92,7 +100,9 @@ class Hosts:
 
     def kill_all(self, host: int) -> None:
         """kill -9 everything on a host."""
-        pids = subprocess.run(["ip", "netns", "pids", self._name(host)], check=True, capture_output=True, text=True).stdout.split()
+        pids = subprocess.run(
+            ["ip", "netns", "pids", self._name(host)], check=True, capture_output=True, text=True
+        ).stdout.split()
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(int(pid), signal.SIGKILL)

@@ -64,9 +64,7 @@ class Agent(NodeServices):
         asyncio.get_running_loop().add_signal_handler(signal.SIGCHLD, self._reap)
         listener = Listener(self._bind, self.token, self._on_connection, self._on_refused)
         self.address = listener.address
-        self.registry.announce(
-            self.node, protocol.NodeInfo(name=self.name, address=list(self.address), pid=os.getpid())
-        )
+        self.registry.announce(self.node, protocol.NodeInfo(name=self.name, address=list(self.address), pid=os.getpid()))
         tasks = [self.spawn(self._follow()), self.spawn(self._send_beats())]
         if not self.sees_launch:
             tasks.append(self.spawn(self._send_logs()))

@@ -26,6 +26,7 @@ from phalanx.recovery.relayout import initial_assignment
 from phalanx.recovery.state import Failure
 
 _HEARTBEAT = 0.3  # seconds between two heartbeats to the agents
+_LEADERSHIP_SECONDS = 0.1  # for which this node still leads after a look at the registry, as far as records are concerned
 _JOIN_TIMEOUT = 60.0  # seconds in which all nodes must have joined a new launch
 _SPARES_TIMEOUT = 0.3  # seconds more for nodes without ranks
 _TAKEOVER_TIMEOUT = 1.0  # seconds in which living nodes join a new controller
@@ -38,6 +39,7 @@ class Controller(Control):
         super().__init__(agent, term)
         self._replanner = Replanner(agent.run, agent.plan, this_machine)
         self._watchdog = Watchdog(self, self._replanner)
+        self._leadership_checked = -_LEADERSHIP_SECONDS
 
     # --- reports of the agents ---
 
@@ -76,8 +78,7 @@ class Controller(Control):
             case protocol.RankDied():
                 self._on_rank_died(report)
             case protocol.Record():
-                self.state.members[node].recorded += 1
-                self._write(report)
+                self.state.members[node].recorded += self._write(report)
             case protocol.Stop():
                 self._on_stop_requested(report.reason)
             case protocol.ReplicaServerMoved():
@@ -119,12 +120,21 @@ class Controller(Control):
 
     def record(self, record: protocol.Record) -> None:
         """Write a record of this node."""
-        self._write(record)
-        self.agent.records.confirm_next()
+        if self._write(record):
+            self.agent.records.confirm_next()
 
-    def _write(self, record: protocol.Record) -> None:
+    def _write(self, record: protocol.Record) -> bool:
+        """Write a record; returns False if another controller must do it: this one may have been stopped for a while."""
+        if time.monotonic() > self._leadership_checked + _LEADERSHIP_SECONDS:
+            if not self.leads:
+                return False
+            self._leadership_checked = time.monotonic()
+        # The ranks of a former generation may have kept a record back. Those that survived have written the steps since.
+        newest = 0 if self.state.generation is None else self.state.generation.number
+        late = record.generation is not None and record.generation < newest
         with contextlib.suppress(OSError):
-            self.agent.registry.record(record.line, if_new=record.if_new)
+            self.agent.registry.record(record.line, if_new=record.if_new or late)
+        return True
 
     def _on_beats(self, report: protocol.Beats) -> None:
         generation, now = self.state.generation, time.monotonic()

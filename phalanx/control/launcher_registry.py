@@ -19,16 +19,18 @@ _EMPTY = protocol.RegistryState(term=0, author="", offered=0, nodes={}, touches=
 class LauncherRegistry:
     """Implements `control/registry.Registry`."""
 
-    def __init__(self, send: Callable[[protocol.Message], None], lease: float):
+    def __init__(
+        self, send: Callable[[protocol.Message], None], lease: float, clock: Callable[[], float] = time.monotonic
+    ):
         """`lease`: seconds without a word from the launcher after which this node must not lead."""
-        self._send, self._lease = send, lease
+        self._send, self._lease, self._clock = send, lease, clock
         self._state, self._heard = _EMPTY, -float("inf")
         self._answer: asyncio.Future[protocol.TermClaimed] | None = None
         self._history: asyncio.Future[protocol.History] | None = None
 
     def receive(self, message: protocol.Message) -> None:
         """Handle a message of the launcher."""
-        self._heard = time.monotonic()
+        self._heard = self._clock()
         match message:
             case protocol.RegistryState():
                 self._state = message
@@ -41,7 +43,7 @@ class LauncherRegistry:
         return self._state.term, self._state.author
 
     def holds(self, term: int, author: str) -> bool:
-        return self.newest() == (term, author) and time.monotonic() - self._heard <= self._lease
+        return self.newest() == (term, author) and self._clock() - self._heard <= self._lease
 
     async def claim(self, term: int, author: str) -> bool:
         self._answer = asyncio.get_running_loop().create_future()

@@ -466,6 +466,8 @@ class Record(Message):
     """A record of a rank or an agent, as a line of events.jsonl."""
 
     line: str
+    generation: int | None = None
+    """Of the rank; None: the record of an agent."""
     if_new: bool = False
     """Only if there is no record of that step."""
 

@@ -69,7 +69,12 @@ class ModuleProcess(subprocess.Popen[bytes]):
     stdout: IO[bytes]
 
     def __init__(
-        self, module: str, settings: JsonObject, log: Path, fds: Sequence[int] = (), wrap: Callable[[list[str]], list[str]] = list
+        self,
+        module: str,
+        settings: JsonObject,
+        log: Path,
+        fds: Sequence[int] = (),
+        wrap: Callable[[list[str]], list[str]] = list,
     ):
         pipe = subprocess.PIPE
         with log.open("ab") as errors, stop_signals_blocked():

@@ -48,7 +48,9 @@ def read_hosts(path: Path) -> list[Host]:
             except ValueError as error:
                 problems.append(f"{path}:{number}: {error}")
     names = Counter((host.user, host.name, host.port, host.bind) for host in hosts)
-    problems += [f"{path}: {key[1]} is listed {count} times: remove {count - 1} of them." for key, count in names.items() if count > 1]
+    problems += [
+        f"{path}: {key[1]} is listed {count} times: remove {count - 1} of them." for key, count in names.items() if count > 1
+    ]
     if not hosts and not problems:
         problems.append(f"{path} lists no host: write one name or address per line.")
     if problems:
@@ -65,7 +67,8 @@ def _host(words: list[str]) -> Host:
     for setting in settings:
         key, equals, value = setting.partition("=")
         if key not in _KEYS or not equals or not value:
-            raise ValueError(f'"{setting}" is not a setting of a host{did_you_mean(_KEYS, key)}: known are {", ".join(_KEYS)}, as in slots=4.')
+            known = f"known are {', '.join(_KEYS)}, as in slots=4{did_you_mean(_KEYS, key)}"
+            raise ValueError(f'"{setting}" is not a setting of a host: {known}')
         values[key] = value
     numbers = {key: _positive(key, values.pop(key)) for key in ("slots", "port") if key in values}
     if (bind := values.get("bind")) is not None:
@@ -96,13 +99,15 @@ def disagreements(names: Sequence[str], reports: Sequence[HostReport], elapsed: 
     middle = statistics.median_low(offsets)
     for name, offset in zip(names, offsets, strict=True):
         if abs(offset - middle) > _CLOCK:
-            late = "ahead" if offset > middle else "behind"
+            late = "ahead of" if offset > middle else "behind"
             yield (
-                f"The clock of {name} is {abs(offset - middle):.0f} s {late} of the others: synchronize it, for example with chrony, "
+                f"The clock of {name} is {abs(offset - middle):.0f} s {late} the others: synchronize it, for example with chrony, "
                 "or remove the host."
             )
     counts = [len(report.machine.gpus) for report in reports]
-    yield from _odd(names, [f"{count} GPUs" for count in counts], "the number of GPUs", remedy="give hosts with more of them slots=N")
+    yield from _odd(
+        names, [f"{count} GPUs" for count in counts], "the number of GPUs", remedy="give hosts with more of them slots=N"
+    )
 
 
 def _odd(names: Sequence[str], found: Sequence[str], what: str, remedy: str = "install the same on all hosts") -> Iterator[str]:

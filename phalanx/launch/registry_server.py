@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,13 +16,13 @@ from phalanx.events.rundir import RunDir
 class RegistryServer:
     """Terms, addresses, records and logs of one launch."""
 
-    def __init__(self, rundir: RunDir, heartbeat: float):
+    def __init__(self, rundir: RunDir, heartbeat: float, clock: Callable[[], float] = time.monotonic):
         """`heartbeat`: seconds without a sign of life after which the author of a term counts as lost."""
-        self._rundir, self._heartbeat = rundir, heartbeat
+        self._rundir, self._heartbeat, self._clock = rundir, heartbeat, clock
         self._writer = RecordWriter(rundir.events_file)
         self._term, self._author, self._offered = 0, "", 0
         self._nodes: dict[int, protocol.NodeInfo] = {}
-        self._touches, self._touched = 0, 0.0
+        self._touches, self._touched = 0, -math.inf
         self.changed = False
         """The agents do not know the newest state yet."""
 
@@ -47,7 +48,7 @@ class RegistryServer:
                 self._offered = max(self._offered, message.term)
                 self.changed = True
             case protocol.Touch():
-                self._touches, self._touched = self._touches + 1, time.monotonic()
+                self._touches, self._touched = self._touches + 1, self._clock()
             case protocol.Record():
                 self._writer.write(message.line, if_new=message.if_new)
             case protocol.AskHistory():
@@ -60,17 +61,17 @@ class RegistryServer:
         """The agent of a node is gone."""
         info = self._nodes.pop(node, None)
         if info is not None and info.name == self._author:
-            self._touched = 0.0
+            self._touched = -math.inf
         self.changed = True
 
     def _claim(self, term: int, author: str) -> bool:
         if (term, author) == (self._term, self._author):
             return True
-        leads = self._author and self._offered < self._term and time.monotonic() - self._touched <= self._heartbeat
+        leads = self._author and self._offered < self._term and self._clock() - self._touched <= self._heartbeat
         if term != self._term + 1 or leads:
             return False
         self._term, self._author, self.changed = term, author, True
-        self._touched = time.monotonic()
+        self._touched = self._clock()
         return True
 
     def _history(self) -> list[str]:

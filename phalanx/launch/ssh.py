@@ -42,7 +42,9 @@ class Ssh:
 
     def __init__(self, run: Run):
         if run.cluster.hosts is None:
-            raise RunError('cluster.launcher = "ssh" needs hosts: set cluster.hosts, or --hosts, to a file with one host per line.')
+            raise RunError(
+                'cluster.launcher = "ssh" needs hosts: set cluster.hosts, or --hosts, to a file with one host per line.'
+            )
         self._run, self._hosts = run, read_hosts(Path(run.cluster.hosts))
         self.nodes = len(self._hosts)
         given = run.resilience.node_return
@@ -66,7 +68,9 @@ class Ssh:
     def check(self, rundir: RunDir) -> None:
         """Check what each host sees of the run's files."""
         source = self._run.data
-        paths = tuple(os.path.abspath(os.path.expanduser(path)) for path in source.paths if "://" not in path and "*" not in path)
+        paths = tuple(
+            os.path.abspath(os.path.expanduser(path)) for path in source.paths if "://" not in path and "*" not in path
+        )
         reports = self._ask(HostQuestion(run_dir=str(rundir.path.absolute()), launch=rundir.launch_id or "", paths=paths))
         problems = [
             f"{path} is not on {host.name}: put the data at the same path on every host."
@@ -102,7 +106,9 @@ class Ssh:
             answers = list(pool.map(lambda host: self._report(host, question), self._hosts))
         failures = [f"{name}: {answer}" for name, answer in zip(names, answers, strict=True) if isinstance(answer, str)]
         if failures:
-            raise RunError([f"{failure}: make `ssh {failure.partition(':')[0]}` work without a password." for failure in failures])
+            raise RunError(
+                [f"{failure}: make `ssh {failure.partition(':')[0]}` work without a password." for failure in failures]
+            )
         found = [answer for answer in answers if not isinstance(answer, str)]
         reports = [report for report, _ in found]
         if problems := list(disagreements(names, reports, [times for _, times in found])):

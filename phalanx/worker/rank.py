@@ -277,7 +277,8 @@ class Rank(RankProgram):
 
     def _record_now(self, event: Event, *, if_new: bool = False) -> None:
         """Send a record to the agent, which passes it to the controller."""
-        self._control.report(protocol.Record(line=encode(replace(event, time=time.time())), if_new=if_new))
+        line = encode(replace(event, time=time.time()))
+        self._control.report(protocol.Record(line=line, generation=self._control.generation, if_new=if_new))
 
     def _release(self) -> None:
         """Free the memory and connections of the previous generation."""

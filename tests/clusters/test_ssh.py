@@ -56,7 +56,12 @@ class Cluster(NamedTuple):
         settings = [f"checkpoint.url=s3://{self.store.bucket()}/run", f"cluster.ssh=ssh -F {self.client}"]
         command = [sys.executable, "-m", "phalanx", "train", "run.toml", *settings, "--run-dir", f"private/{run_dir}", *words]
         return subprocess.Popen(
-            command, cwd=self.folder, env=os.environ | self.store.env(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            command,
+            cwd=self.folder,
+            env=os.environ | self.store.env(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
         )
 
     def follow(self, process: subprocess.Popen[str], run_dir: str, on_event: Callable[[Event], None]) -> list[Event]:

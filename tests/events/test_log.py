@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from phalanx.events import records as records_module
-from phalanx.events.log import EventLog, EventReader, read_events
+from phalanx.events.log import EventLog, EventReader, RecordWriter, read_events
 from phalanx.events.records import KINDS, Event, Finished, Step, Warned, decode, encode
 from phalanx.events.rundir import RunDir
 from phalanx.spec.plan import Promise
@@ -254,3 +254,22 @@ def test_paths_of_the_run_directory(tmp_path: Path) -> None:
     assert rundir.exists
     assert rundir.rank_log(3) == rundir.path / "logs" / "rank-3.log"
     assert rundir.rank_error_file(3) == rundir.path / "logs" / "rank-3.error.json"
+
+
+def test_a_record_that_arrives_twice_is_written_once(tmp_path: Path) -> None:
+    first, again = (encode(replace(example(Step), step=7, time=time)) for time in (1.0, 2.0))
+    next_step, other = encode(replace(example(Step), step=8, time=3.0)), encode(replace(example(Warned), time=4.0))
+    writer = RecordWriter(tmp_path / "log")
+    for line in (first, first, other, other):
+        writer.write(line)
+    writer.write(again, if_new=True)
+    writer.close()
+    writer = RecordWriter(tmp_path / "log")  # the next controller
+    writer.write(first)
+    writer.write(again, if_new=True)
+    writer.write(next_step, if_new=True)
+    writer.write(other, if_new=True)
+    assert (tmp_path / "log").read_text().splitlines() == [first, other, next_step]
+    writer.write(again)
+    writer.close()
+    assert (tmp_path / "log").read_text().splitlines()[-1] == again, "after a rollback a step is taken again"
