@@ -65,8 +65,12 @@ class Hosts:
     def prefix(self, host: int, private: Path | None = None) -> list[str]:
         """Runs the command that follows it on a host. `private`: a folder that the host does not share with the others."""
         own = f"mkdir -p {private} && mount -t tmpfs tmpfs {private} && " if private is not None else ""
-        inside = f'hostname h{host} && mount -t tmpfs -o size=1g tmpfs /dev/shm && {own}exec "$@"'
-        return ["ip", "netns", "exec", self._name(host), "unshare", "--uts", "sh", "-c", inside, "sh"]
+        return [*self.inside(host), "sh", "-c", f'{own}exec "$@"', "sh"]
+
+    def inside(self, host: int) -> list[str]:
+        """As `prefix`, with everything shared but /dev/shm. Not `ip netns exec`: it hides /sys/fs/cgroup, which slurmd needs."""
+        own = f'hostname h{host} && mount -t tmpfs -o size=1g tmpfs /dev/shm && exec "$@"'
+        return ["nsenter", f"--net=/run/netns/{self._name(host)}", "unshare", "--uts", "--mount", "sh", "-c", own, "sh"]
 
     @property
     def outside(self) -> str:

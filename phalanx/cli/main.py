@@ -21,6 +21,7 @@ _VERBS = {
     "rehearse": "verify_cmd.rehearse",
     "simulate": "simulate_cmd.simulate",
     "train": "train_cmd.train",
+    "node": "node_cmd.node",
     "verify": "verify_cmd.verify",
     "generate": "model_cmd.generate",
     "eval": "model_cmd.eval",

@@ -21,19 +21,21 @@ from phalanx.cli.output import console, finish, print_error, print_json, print_s
 from phalanx.control.protocol import RESUMABLE
 from phalanx.dashboard.data_tables import tokenizing
 from phalanx.dashboard.progress import display
-from phalanx.events.log import EventLog
+from phalanx.events.log import EventLog, EventReader
 from phalanx.events.records import Event
 from phalanx.events.rundir import RunDir
 from phalanx.faults.grammar import Fault, check, expand_random, format_faults, parse
 from phalanx.host.env import torchrun_place
 from phalanx.host.probe import this_machine
 from phalanx.launch.job import Job, first_events
-from phalanx.launch.prepare import Prepared, Request, prepare
+from phalanx.launch.prepare import Prepared, Request, choose_directory, prepare
 from phalanx.spec.errors import PhalanxError, RunError, RunFailed, refuse, toml
 from phalanx.spec.load import load
 from phalanx.spec.plan import Place
+from phalanx.spec.run import Run
 
 _PREPARATION_TIMEOUT = 7 * 86400.0  # seconds that the other ranks wait for rank 0, which may tokenize a large corpus
+_SLURM_POLL = 1.0  # seconds between two questions to Slurm
 _TORCHRUN_STOPS = 60.0  # seconds within which torchrun ends a rank after another one has ended
 
 
@@ -55,11 +57,13 @@ def train(
         Option(help='Faults to inject, for example "kill rank=1 step=10; hang rank=0 step=20 for=10s". See docs/chaos.md.'),
     ] = "",
     on: Annotated[
-        str | None, Option(help="What starts the run on other machines: ssh. Sets cluster.launcher. Default: this machine.")
+        str | None,
+        Option(help="What starts the run on other machines: ssh or slurm. Sets cluster.launcher. Default: this machine."),
     ] = None,
     hosts: Annotated[
         Path | None, Option(help="--on ssh: a file with one host per line. Sets cluster.hosts. See docs/ssh.md.")
     ] = None,
+    dry_run: Annotated[bool, Option("--dry-run", help="--on slurm: print the batch script and end.")] = False,
     json: AsJson = False,
 ) -> None:
     """Train the model that RUN.toml describes. After a stop or a crash, the same command resumes the run."""
@@ -70,6 +74,8 @@ def train(
     if place is not None:
         raise typer.Exit(_train_under_torchrun(place, run_file, overrides or [], request, json))
     run = load(run_file, [*(overrides or []), *_launcher_settings(on, hosts)])
+    if run.cluster.launcher == "slurm":
+        raise typer.Exit(_train_on_slurm(run, run_file.stem, request, dry_run=dry_run, json=json))
     faults = parse(chaos)  # reports errors before anything starts
     with tokenizing(console) as progress:
         prepared = prepare(run, run_file.stem, request, progress=progress)
@@ -129,6 +135,37 @@ def _follow(job: Job, prepared: Prepared) -> None:
         view.close()
         for number, handler in previous.items():
             signal.signal(number, handler)
+
+
+def _train_on_slurm(run: Run, name: str, request: Request, *, dry_run: bool, json: bool) -> int:
+    """Submits the run as a batch job and follows it. The job goes on if this process ends."""
+    from phalanx.launch import slurm
+
+    if dry_run:
+        print(slurm.script(run, RunDir(request.directory or Path("runs") / name)), end="")
+        return 0
+    rundir = choose_directory(run, name, request)
+    rundir.release()  # node 0 of the job locks it
+    reader = EventReader(rundir.events_file, offset=rundir.events_file.stat().st_size if rundir.events_file.exists() else 0)
+    job = slurm.submit(run, rundir)
+    console.print(f"job {job.number}, run directory {rundir.path}", style="dim")
+    view = display(console, run.steps, run.watch.log_every, live=console.is_terminal)
+    try:
+        while (state := job.ended()) is None:
+            for event in reader.new():
+                view.show(event)
+            time.sleep(_SLURM_POLL)
+        for event in reader.new():
+            view.show(event)
+    except KeyboardInterrupt:
+        view.close()
+        console.print(f"The job goes on. To stop it, `scancel {job.number}`; to see it, `tail -f {rundir.logs}/*.log`.")
+        return 0
+    view.close()
+    summary = print_summary(rundir)
+    console.print(f"job {job.number}: {state}", style="dim")
+    finish(json, summary.to_json(rundir.path))
+    return slurm.exit_code(state)
 
 
 def _train_under_torchrun(place: Place, run_file: Path, overrides: list[str], request: Request, json: bool) -> int:

@@ -18,6 +18,7 @@ from phalanx.control.processes import BYTES_PER_PARAMETER
 from phalanx.control.store_server import KeyValueStore
 from phalanx.events.frames import Address
 from phalanx.events.heartbeat import Beat
+from phalanx.events.records import WorkerFailed
 from phalanx.recovery import state as policy
 from phalanx.recovery.diagnose import HangReport
 from phalanx.recovery.relayout import replicated_elsewhere
@@ -417,7 +418,11 @@ class Control:
 
     def end(self, code: int, reason: str | None = None, rank: int | None = None, traceback: str = "") -> None:
         """End the run: tell all other nodes, then this one."""
-        outcome = protocol.Outcome(code=code, reason=reason, rank=rank, traceback=traceback)
+        if reason is not None:
+            self.agent.emit(WorkerFailed(rank=rank, reason=reason, traceback=traceback))
+        outcome = protocol.Outcome(
+            code=code, reason=reason, rank=rank, traceback=traceback, recorded=True, nodes=[*self.state.members]
+        )
         for member in self.state.members.values():
             if member.channel is not None:
                 member.channel.post(protocol.encode(protocol.Done(term=self.term, outcome=outcome)))

@@ -19,9 +19,7 @@ _EMPTY = protocol.RegistryState(term=0, author="", offered=0, nodes={}, touches=
 class LauncherRegistry:
     """Implements `control/registry.Registry`."""
 
-    def __init__(
-        self, send: Callable[[protocol.Message], None], lease: float, clock: Callable[[], float] = time.monotonic
-    ):
+    def __init__(self, send: Callable[[protocol.Message], None], lease: float, clock: Callable[[], float] = time.monotonic):
         """`lease`: seconds without a word from the launcher after which this node must not lead."""
         self._send, self._lease, self._clock = send, lease, clock
         self._state, self._heard = _EMPTY, -float("inf")

@@ -129,6 +129,10 @@ class Outcome(Message):
     reason: str | None = None
     rank: int | None = None
     traceback: str = ""
+    recorded: bool = False
+    """The failure is in events.jsonl."""
+    nodes: list[int] = field(default_factory=list)
+    """Nodes that were there at the end."""
 
 
 # --- between a launcher and its agents (also Stop to an agent, and Outcome and Record back) ---------------------------

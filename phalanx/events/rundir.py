@@ -21,6 +21,8 @@ class RunDir:
         self.curve = path / "loss.png"
         self.tokenizer = path / "tokenizer"
         self.control = path / "control"
+        self.request_file = path / "request.toml"
+        self.exit_file = self.control / "exit_code"
         self._lock: int | None = None
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sysconfig
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from phalanx.host.interfaces import interface_of
@@ -20,6 +21,38 @@ def torchrun_place() -> Place | None:
     return Place(
         rank=int(os.environ["RANK"]), ranks=int(os.environ["WORLD_SIZE"]), local_rank=int(os.environ.get("LOCAL_RANK", "0"))
     )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NodePlace:
+    """One host's place in a job that an engine has started, one process per host."""
+
+    node: int
+    nodes: int
+    launch: str
+    """Identifies this start of the job: the same on all its hosts, another one after a restart."""
+    peer: str | None = None
+    """An address of another host of the job, by which the own one is found."""
+
+
+def engine_place() -> NodePlace | None:
+    """The place that Slurm, Kubernetes or torchrun has given this process; None if none of them has started it."""
+    get = os.environ.get
+    if "SLURM_STEP_ID" in os.environ:
+        return NodePlace(
+            node=int(os.environ["SLURM_NODEID"]),
+            nodes=int(os.environ["SLURM_STEP_NUM_NODES"]),
+            launch=f"slurm-{get('SLURM_JOB_ID')}-{get('SLURM_RESTART_COUNT', '0')}",
+            peer=get("SLURM_LAUNCH_NODE_IPADDR"),
+        )
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        return NodePlace(
+            node=int(os.environ["GROUP_RANK"]),
+            nodes=int(os.environ["GROUP_WORLD_SIZE"]),
+            launch=f"torchrun-{get('TORCHELASTIC_RUN_ID')}-{get('TORCHELASTIC_RESTART_COUNT', '0')}",
+            peer=get("MASTER_ADDR"),
+        )
+    return None
 
 
 def visible_gpus() -> str | None:

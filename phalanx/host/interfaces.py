@@ -34,6 +34,22 @@ def addresses() -> dict[IPAddress, str]:
     return found
 
 
+def address_of(interface: str) -> str | None:
+    """The first IPv4 address of an interface; None if it has none."""
+    found = (address for address, name in addresses().items() if name == interface and address.version == 4)
+    return next(map(str, found), None)
+
+
+def address_towards(peer: str) -> str | None:
+    """The address from which this machine would send to another; None if there is no way."""
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+            sock.connect((peer, 9))  # sends nothing
+            return str(sock.getsockname()[0])
+    except OSError:
+        return None
+
+
 def interface_of(address: str) -> str | None:
     """The name of the interface that has this address; None if none has it."""
     wanted = ipaddress.ip_address(address)

@@ -49,6 +49,24 @@ def first_events(prepared: Prepared) -> list[Event]:
     return [started, *(Warned(message=notice) for notice in prepared.notices)]
 
 
+def agent_settings(prepared: Prepared, chaos: str) -> AgentSettings:
+    """The settings of node 0's agent, as a process of this one."""
+    run, rundir, nodes = prepared.run, prepared.rundir, prepared.run.cluster.nodes
+    return AgentSettings(
+        run_dir=str(rundir.path.absolute()),
+        launch=rundir.launch_id or "",
+        files={path.name: path.read_text() for path in (rundir.run_file, rundir.plan_file)},
+        registry=prepared.launcher.registry,
+        nodes=nodes,
+        slots=-(-prepared.plan.ranks // max(1, nodes - run.resilience.spares)),
+        token=secrets.token_hex(32),
+        bind=run.cluster.bind,
+        chaos=chaos,
+        environment={},
+        parent=os.getpid(),
+    )
+
+
 @dataclass(slots=True)
 class _Node:
     agent: StartedAgent
@@ -85,19 +103,7 @@ class Job:
         )
         self._told = 0.0
         """When the agents were last told the state of the registry."""
-        self._settings = AgentSettings(
-            run_dir=str(self.rundir.path.absolute()),
-            launch=self.rundir.launch_id or "",
-            files={path.name: path.read_text() for path in (self.rundir.run_file, self.rundir.plan_file)},
-            registry=self._launcher.registry,
-            nodes=nodes,
-            slots=-(-self.plan.ranks // max(1, nodes - self.run.resilience.spares)),
-            token=secrets.token_hex(32),
-            bind=self.run.cluster.bind,
-            chaos=chaos,
-            environment={},
-            parent=os.getpid(),
-        )
+        self._settings = agent_settings(prepared, chaos)
         self._nodes = {number: self._start(number) for number in range(nodes)}
         self._error: BaseException | None = None
         self._ended = threading.Event()
@@ -243,7 +249,7 @@ class Job:
             self.failure = WorkerFailed(rank=None, reason=reason, traceback=log)
         elif outcome.reason is not None:
             self.failure = WorkerFailed(rank=outcome.rank, reason=outcome.reason, traceback=outcome.traceback)
-        if self.failure is not None:
+        if self.failure is not None and not (outcome is not None and outcome.recorded):
             self._write(self.failure)
         self.exit_code = 1 if outcome is None or self.failure is not None else outcome.code
 

@@ -63,18 +63,25 @@ class Prepared:
 
 
 def prepare(
-    run: Run, name: str, request: Request | None = None, *, ranks: int | None = None, progress: ProgressCallback | None = None
+    run: Run,
+    name: str,
+    request: Request | None = None,
+    *,
+    ranks: int | None = None,
+    progress: ProgressCallback | None = None,
+    started_by: Launcher | None = None,
 ) -> Prepared:
     """Check the run against this machine, tokenize its text if needed, and make its directory ready.
 
     Without a directory, runs/NAME is used: an unfinished run with the same settings is resumed; a finished or different one is left alone
-    and a numbered directory next to it is used. `ranks`: how many ranks torchrun has started already.
+    and a numbered directory next to it is used. `ranks`: how many ranks torchrun has started already. `started_by`: a launcher other than
+    the one that the run file names.
     """
     from phalanx.planning.planner import keep_layout, plan_run  # imports numpy
 
     request = request or Request()
     problems = [*run_checks.missing_packages(run), *run_checks.storage_problems(run)]
-    started_by = launcher(run)
+    started_by = started_by or launcher(run)
     run = replace(run, cluster=replace(run.cluster, nodes=started_by.nodes))
     try:
         machine = this_machine() if ranks is not None else started_by.machine()
@@ -98,8 +105,7 @@ def prepare(
     if problems:
         raise RunError(problems)
     notices = (*run_checks.data_notices(data), *run_checks.replica_notices(run, torchrun=ranks is not None))
-    choose = _choose_directory if request.directory is None else _use_directory
-    rundir = choose(base, run, request.fresh)
+    rundir = choose_directory(run, name, request)
     try:
         if (last := _last_plan(rundir)) is not None:
             planned = keep_layout(run, machine, last, ranks, size) or planned
@@ -117,6 +123,13 @@ def prepare(
     except BaseException:
         rundir.release()  # so that the same program can try again
         raise
+
+
+def choose_directory(run: Run, name: str, request: Request) -> RunDir:
+    """The directory of a run, locked: the one that the user names, else runs/NAME, or the first that is free."""
+    if request.directory is not None:
+        return _use_directory(request.directory, run, request.fresh)
+    return _choose_directory(Path("runs") / name, run, request.fresh)
 
 
 def _last_plan(rundir: RunDir) -> Plan | None:

@@ -228,11 +228,15 @@ class Cluster:
     bind: str = "127.0.0.1"
     """Address of the only network interface that the run's processes listen on."""
     launcher: Literal["local", "ssh", "ray", "slurm", "kubernetes"] = field(
-        default="local", metadata=later("launching through Ray, Slurm or Kubernetes", but=("ssh",))
+        default="local", metadata=later("launching through Ray or Kubernetes", but=("ssh", "slurm"))
     )
     """What starts the workers. torchrun needs no key: start `torchrun -m phalanx train …`."""
     hosts: str | None = None
     """launcher = "ssh": a file with one host per line, on all of which the run trains."""
+    slurm: tuple[str, ...] = ()
+    """launcher = "slurm": options of sbatch, such as ["--partition=gpu", "--gpus-per-node=8", "--time=12:00:00"]."""
+    setup: tuple[str, ...] = ()
+    """launcher = "slurm": shell commands to run on every host before Phalanx, such as ["module load cuda"]."""
     ssh: str = "ssh"
     """launcher = "ssh": the command that connects to a host, with options of yours such as `ssh -F my-config`."""
     name: str | None = None

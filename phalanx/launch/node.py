@@ -1,0 +1,193 @@
+"""One node of a run whose processes an engine such as srun has started, one per host. Node 0 prepares the run for all.
+
+The nodes share the run directory. Node 0 writes the settings of the agents, with the token, into a file there that only this user can read.
+Every node runs its agent, and starts it again when it dies, until the run is over.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import FrameType
+
+from phalanx.control.protocol import RESUMABLE, AgentSettings, NodeAway, Outcome, Stop, decode, encode
+from phalanx.events.log import EventLog
+from phalanx.events.rundir import RunDir, replace_file
+from phalanx.host.env import NodePlace
+from phalanx.host.interfaces import address_of, address_towards
+from phalanx.host.probe import this_machine
+from phalanx.host.process_tree import STOP_SIGNALS, unblock_stop_signals
+from phalanx.launch.agent_process import AgentProcess
+from phalanx.launch.job import agent_settings, first_events
+from phalanx.launch.launcher import StartedAgent
+from phalanx.launch.prepare import Request, prepare
+from phalanx.launch.slurm import end_job
+from phalanx.spec.errors import RunError
+from phalanx.spec.load import load
+from phalanx.spec.plan import Machine
+from phalanx.spec.run import Run
+
+_PREPARATION_TIMEOUT = 7 * 86400.0  # seconds that the other nodes wait for node 0, which may tokenize a large corpus
+_POLL = 0.1  # seconds between two looks at the agent, or for the settings
+_RESTART = 5.0  # seconds until a dead agent is started again
+_SHORT_LIVED = 20.0  # seconds: an agent that dies sooner has not worked
+_ATTEMPTS = 3  # at starting an agent that does not work
+
+
+class Everywhere:
+    """The launcher of a run whose agents are started by `run_node`, on hosts that are all like this one. Implements `launch/launcher.Launcher`."""
+
+    registry = "folder"
+    restart_after: float | None = None
+
+    def __init__(self, run: Run, nodes: int):
+        self.nodes, self._training = nodes, max(1, nodes - run.resilience.spares)
+
+    def machine(self) -> Machine:
+        one, count = this_machine(), self._training
+        return replace(one, nodes=count, cores=one.cores * count, memory=one.memory * count, gpus=one.gpus * count)
+
+    def check(self, rundir: RunDir) -> None:
+        """The hosts have shown that they see the run directory by reading their settings there."""
+
+    def start(self, settings: AgentSettings, log: Path) -> StartedAgent:
+        return AgentProcess(settings, log)
+
+
+@dataclass(frozen=True, slots=True)
+class NodeOptions:
+    """Options of `phalanx node`."""
+
+    bind: str | None = None
+    chaos: str = ""
+
+
+def run_node(directory: Path, place: NodePlace, options: NodeOptions, say: Callable[[str], None]) -> int:
+    """Run this node until the run is over; returns the exit code."""
+    rundir = RunDir(directory)
+    path = rundir.control / "settings.json"
+    settings = _read_settings(path, place.launch)
+    if settings is None and place.node == 0:
+        settings = _prepare(rundir, place, options)
+        _write_settings(path, settings)
+        say(f"prepared {directory} for {place.nodes} nodes")
+    deadline = time.monotonic() + _PREPARATION_TIMEOUT
+    while settings is None:
+        if time.monotonic() > deadline:
+            raise RunError(f"Node 0 has not prepared {directory}: look at its output.")
+        time.sleep(_POLL)
+        settings = _read_settings(path, place.launch)
+    run = load(rundir.run_file)
+    own = replace(settings, node=place.node, bind=_address(run, place, options), parent=os.getpid())
+    outcome = _Node(own, rundir, run, say).follow()
+    if outcome is None:
+        return 1
+    path.unlink(missing_ok=True)  # the run is over, and nobody needs the token any more
+    replace_file(rundir.exit_file, f"{outcome.code}\n")
+    if outcome.reason is not None:
+        say(outcome.reason)
+    if 0 not in outcome.nodes and place.node == min(outcome.nodes, default=-1):
+        end_job(place.launch, resumable=outcome.code == RESUMABLE)
+    return outcome.code
+
+
+def _prepare(rundir: RunDir, place: NodePlace, options: NodeOptions) -> AgentSettings:
+    if not rundir.request_file.is_file():
+        raise RunError(
+            f"{rundir.path} holds no request.toml: it is written by `phalanx train --on`, or by `phalanx node --run-file`."
+        )
+    run = load(rundir.request_file)
+    run = replace(run, cluster=replace(run.cluster, nodes=place.nodes))
+    prepared = prepare(run, rundir.path.name, Request(directory=rundir.path), started_by=Everywhere(run, place.nodes))
+    log = EventLog(rundir.events_file)
+    for event in first_events(prepared):
+        log.emit(event)
+    log.close()
+    rundir.launch_id = place.launch
+    return replace(agent_settings(prepared, options.chaos), launch=place.launch)
+
+
+def _address(run: Run, place: NodePlace, options: NodeOptions) -> str:
+    """The address of this node: as given, of the interface that cluster.bind names, or the one from which it reaches the others."""
+    given = options.bind or run.cluster.bind
+    if (address := address_of(given)) is not None:
+        return address
+    if options.bind is None and place.peer is not None and given == "127.0.0.1":
+        return address_towards(place.peer) or given
+    return given
+
+
+def _write_settings(path: Path, settings: AgentSettings) -> None:
+    part = path.with_name(f".settings.{os.getpid()}.{secrets.token_hex(4)}")
+    with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "w") as file:
+        json.dump(encode(settings), file)
+    os.replace(part, path)
+
+
+def _read_settings(path: Path, launch: str) -> AgentSettings | None:
+    """The settings of this launch; None while there are none."""
+    try:
+        settings = decode(json.loads(path.read_text()))
+    except (OSError, ValueError):
+        return None
+    return settings if isinstance(settings, AgentSettings) and settings.launch == launch else None
+
+
+class _Node:
+    def __init__(self, settings: AgentSettings, rundir: RunDir, run: Run, say: Callable[[str], None]):
+        self._settings, self._rundir, self._say = settings, rundir, say
+        self._log = rundir.logs / f"node-{settings.node}.log"
+        given = run.resilience.node_return
+        self._restart_after = _RESTART if given is None else given
+        self._stop: str | None = None
+        self._agent: AgentProcess | None = None
+
+    def follow(self) -> Outcome | None:
+        """Keep an agent running until the run is over. None: it cannot be kept running."""
+        for number in STOP_SIGNALS:
+            signal.signal(number, self._on_signal)
+        unblock_stop_signals()
+        short_lived = 0
+        while True:
+            begin = time.monotonic()
+            outcome, away = self._live()
+            if outcome is not None:
+                return outcome
+            short_lived = short_lived + 1 if time.monotonic() - begin < _SHORT_LIVED else 0
+            if short_lived == _ATTEMPTS or self._stop is not None:
+                self._say(f"the agent of node {self._settings.node} has ended; see {self._log}")
+                return None
+            time.sleep(self._restart_after if away is None else away)
+
+    def _live(self) -> tuple[Outcome | None, float | None]:
+        """Follow one agent to its end; returns the outcome of the run, and for how long an injected fault keeps the node away."""
+        self._agent = agent = AgentProcess(self._settings, self._log)
+        if self._stop is not None:
+            agent.send(Stop(reason=self._stop))
+        outcome: Outcome | None = None
+        away: float | None = None
+        try:
+            while True:
+                ended = agent.poll() is not None
+                for message in agent.receive():
+                    if isinstance(message, Outcome):
+                        outcome = message
+                    elif isinstance(message, NodeAway):
+                        away = float("inf") if message.seconds is None else message.seconds
+                if ended:
+                    return outcome, away
+                time.sleep(_POLL)
+        finally:
+            self._agent = None
+            agent.close()
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self._stop = signal.Signals(number).name
+        if self._agent is not None:
+            self._agent.send(Stop(reason=self._stop))

@@ -1,0 +1,161 @@
+"""The Slurm launcher: writes a batch script, submits it, and follows the job. On every host of the job srun starts `phalanx node`, which does the
+rest. Slurm decides when the run starts and stops; the agents' own heartbeats decide who is lost.
+"""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import sys
+from dataclasses import dataclass
+
+from phalanx.control.protocol import RESUMABLE
+from phalanx.events.rundir import RunDir, replace_file
+from phalanx.host.env import python_path
+from phalanx.host.process_tree import run_program
+from phalanx.spec.dump import dump
+from phalanx.spec.errors import RunError
+from phalanx.spec.run import Run
+
+_SECONDS = 60.0  # in which Slurm answers: its controller may be busy
+_MARGIN = 30  # seconds between the end of a save and the end of the job; Slurm looks at limits that seldom
+_OURS = (
+    "--nodes",
+    "-N",
+    "--ntasks",
+    "-n",
+    "--ntasks-per-node",
+    "--requeue",
+    "--no-requeue",
+    "--no-kill",
+    "-k",
+    "--signal",
+    "--output",
+    "-o",
+)
+_ENDED = {"COMPLETED": 0, "CANCELLED": RESUMABLE}
+_RUNNING = (
+    "PENDING",
+    "RUNNING",
+    "CONFIGURING",
+    "COMPLETING",
+    "REQUEUED",
+    "SUSPENDED",
+    "STOPPED",
+    "SIGNALING",
+    "STAGE_OUT",
+    "RESIZING",
+)
+
+_SCRIPT = """\
+#!/bin/bash
+{options}
+
+# Slurm sends USR1 before the time limit: the run saves, and the job goes back into the queue. After scancel, which sends TERM, it stays out.
+limit=
+srun --input=none --no-kill --kill-on-bad-exit=0 --wait=0 --ntasks-per-node=1 \\
+    bash -c {node} &
+srun=$!
+trap 'limit=1; kill -USR1 $srun' USR1
+trap 'kill -TERM $srun' TERM
+while :; do
+    wait $srun; code=$?
+    kill -0 $srun 2>/dev/null || break  # a signal interrupts `wait`
+done
+# srun's own exit code is that of the worst host, one that was lost included.
+code=$(cat {exit_file} 2>/dev/null || echo $code)
+if [ "$code" = {resumable} ] && [ -n "$limit" ]; then
+    scontrol requeue "$SLURM_JOB_ID" && sleep 60
+fi
+exit $code
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class SlurmJob:
+    """A submitted job."""
+
+    number: str
+
+    def ended(self) -> str | None:
+        """How the job has ended, in Slurm's words; None while it waits or runs."""
+        state = _ask("scontrol", "-o", "show", "job", self.number)
+        words = dict(word.split("=", 1) for word in (state or "").split() if "=" in word)
+        found = words.get("JobState")
+        return None if state is None or found in _RUNNING else found
+
+    def cancel(self) -> None:
+        """The run saves and ends, and can be resumed."""
+        _ask("scancel", self.number)
+
+
+def exit_code(state: str) -> int:
+    """The exit code of a command that has followed a job to its end."""
+    return _ENDED.get(state, 1)
+
+
+def script(run: Run, rundir: RunDir) -> str:
+    """The batch script of a run."""
+    if run.cluster.slurm and (taken := [word for word in run.cluster.slurm if word.partition("=")[0] in _OURS]):
+        raise RunError(
+            f"cluster.slurm: {', '.join(taken)} is set by Phalanx: remove it; cluster.nodes sets the number of hosts."
+        )
+    path = python_path()
+    words = [
+        *(["env", f"PYTHONPATH={path}"] if path else []),
+        sys.executable,
+        "-P",
+        "-m",
+        "phalanx",
+        "node",
+        str(rundir.path.absolute()),
+    ]
+    setup = "".join(f"{line}; " for line in run.cluster.setup)
+    options = [
+        f"--job-name={rundir.path.name}",
+        f"--nodes={run.cluster.nodes}",
+        "--ntasks-per-node=1",
+        "--requeue",
+        "--no-kill",
+        f"--signal=B:USR1@{int(run.resilience.preemption_notice) + _MARGIN}",
+        f"--output={rundir.logs.absolute()}/slurm-%j.log",
+        "--open-mode=append",
+        *run.cluster.slurm,
+    ]
+    return _SCRIPT.format(
+        options="\n".join(f"#SBATCH {option}" for option in options),
+        # USR1 before Python has its handlers would end it.
+        node=shlex.quote(f"trap '' USR1; {setup}exec {shlex.join(words)}"),
+        exit_file=shlex.quote(str(rundir.exit_file.absolute())),
+        resumable=RESUMABLE,
+    )
+
+
+def submit(run: Run, rundir: RunDir) -> SlurmJob:
+    """Write the run file and the script into the run directory, and submit the job."""
+    if shutil.which("sbatch") is None:
+        raise RunError('cluster.launcher = "slurm" needs sbatch, which is not on PATH: use a login node of the cluster.')
+    rundir.create()
+    replace_file(rundir.request_file, dump(run))
+    file = rundir.path / "job.sbatch"
+    replace_file(file, script(run, rundir))
+    done = run_program(["sbatch", "--parsable", str(file)], _SECONDS)
+    if done.returncode:
+        raise RunError(f"sbatch refuses {file}: {done.stderr.strip() or done.stdout.strip()}; cluster.slurm sets its options.")
+    return SlurmJob(done.stdout.strip().partition(";")[0])
+
+
+def end_job(launch: str, *, resumable: bool) -> None:
+    """End the job of a run that is over, if it is a Slurm job: it has lost the host of its batch script, and would stay until its limit."""
+    engine, _, number = launch.partition("-")
+    if engine == "slurm":
+        _ask(*(("scontrol", "requeue") if resumable else ("scancel",)), number.partition("-")[0])
+
+
+def _ask(*command: str) -> str | None:
+    """What Slurm answers; None if it does not answer now."""
+    try:
+        done = run_program(command, _SECONDS)
+    except OSError:
+        return None
+    return done.stdout if done.returncode == 0 else None
