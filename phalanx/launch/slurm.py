@@ -19,6 +19,7 @@ from phalanx.spec.run import Run
 
 _SECONDS = 60.0  # in which Slurm answers: its controller may be busy
 _MARGIN = 30  # seconds between the end of a save and the end of the job; Slurm looks at limits that seldom
+_PATIENCE = 20  # seconds that the hosts have to clean up after the run is over
 _OURS = (
     "--nodes",
     "-N",
@@ -52,16 +53,19 @@ _SCRIPT = """\
 {options}
 
 # Slurm sends USR1 before the time limit: the run saves, and the job goes back into the queue. After scancel, which sends TERM, it stays out.
-limit=
+limit= late=0
+rm -f {exit_file}
 srun --input=none --no-kill --kill-on-bad-exit=0 --wait=0 --ntasks-per-node=1 \\
     bash -c {node} &
 srun=$!
 trap 'limit=1; kill -USR1 $srun' USR1
 trap 'kill -TERM $srun' TERM
-while :; do
-    wait $srun; code=$?
-    kill -0 $srun 2>/dev/null || break  # a signal interrupts `wait`
+while kill -0 $srun 2>/dev/null; do
+    sleep 1 & wait $!
+    # The run is over, but srun waits for hosts that were lost.
+    [ -e {exit_file} ] && [ $((late += 1)) -gt {patience} ] && kill -KILL $srun
 done
+wait $srun; code=$?
 # srun's own exit code is that of the worst host, one that was lost included.
 code=$(cat {exit_file} 2>/dev/null || echo $code)
 if [ "$code" = {resumable} ] && [ -n "$limit" ]; then
@@ -127,6 +131,7 @@ def script(run: Run, rundir: RunDir) -> str:
         # USR1 before Python has its handlers would end it.
         node=shlex.quote(f"trap '' USR1; {setup}exec {shlex.join(words)}"),
         exit_file=shlex.quote(str(rundir.exit_file.absolute())),
+        patience=_PATIENCE,
         resumable=RESUMABLE,
     )
 
