@@ -85,7 +85,7 @@ class Controller(Control):
                 host, port = report.address
                 self.state.members[node].replica_server = (host, port)
                 if generation is not None and self.state.copy_every is not None:
-                    self.agent.spawn(self.set_replica_peers(generation.assignment))
+                    self.agent.spawn(self.set_replica_peers())
 
     def _on_join(self, join: protocol.Join, channel: Channel | None) -> None:
         state, node = self.state, join.node
@@ -109,6 +109,8 @@ class Controller(Control):
             ranks = {worker.rank for worker in join.workers.values() if worker.generation == generation.number}
             self._on_reconnect(node, ranks)
         state.joined.add(node)
+        if state.copy_every is not None:  # it can keep copies of others
+            self.agent.spawn(self.set_replica_peers())
 
     def _on_reconnect(self, node: int, ranks: set[int | None]) -> None:
         """A node is back on a new connection with these ranks. Reports in between were lost: any other rank of the node is dead."""

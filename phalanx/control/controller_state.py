@@ -347,6 +347,8 @@ class Control:
         state.joined.discard(node)
         generation = state.generation
         if generation is None or node not in generation.assignment:
+            if state.copy_every is not None:  # it may have kept copies of others
+                self.agent.spawn(self.set_replica_peers())
             return
         generation.dead |= generation.ranks_on(node)
         state.events.append(Failure("node lost", None, generation.step, f"node {node}: {reason}", node))
@@ -393,7 +395,7 @@ class Control:
         self.agent.stores[number] = KeyValueStore()
         state.copy_every = copy_every(self.agent.run, plan, assignment)
         if state.copy_every is not None:
-            await self.set_replica_peers(assignment)
+            await self.set_replica_peers()
         state.generation = Generation(number, plan, assignment, self.term)
         state.unreachable.clear()
         self.order(
@@ -410,11 +412,10 @@ class Control:
             )
         )
 
-    async def set_replica_peers(self, assignment: tuple[int, ...]) -> None:
-        """Tell the replica servers of these nodes where the others are."""
-        members = self.state.members
-        servers = {node: members[node].replica_server for node in set(assignment) if node in members}
-        await asyncio.to_thread(replica_index.set_peers, servers, self.agent.token)
+    async def set_replica_peers(self) -> None:
+        """Tell the replica servers of all nodes where the others are. Nodes without ranks keep copies, too."""
+        servers = {node: member.replica_server for node, member in self.state.members.items()}
+        await asyncio.to_thread(replica_index.set_peers, servers, self.agent.token, self.agent.run.checkpoint.memory_copies)
 
     def end(self, code: int, reason: str | None = None, rank: int | None = None, traceback: str = "") -> None:
         """End the run: tell all other nodes, then this one."""
@@ -437,12 +438,14 @@ def copy_every(run: Run, plan: Plan, assignment: Sequence[int]) -> int | None:
     """
     if run.checkpoint.memory_every is not None:
         return run.checkpoint.memory_every
+    copies = run.checkpoint.memory_copies
     replicas_equal = run.optimizer.sync_every == 1  # otherwise replicas differ between synchronizations
-    if run.resilience.restarts == 0 or (replicas_equal and replicated_elsewhere(plan.layout, assignment)):
+    replicated = copies == 1 and replicas_equal and replicated_elsewhere(plan.layout, assignment)
+    if run.resilience.restarts == 0 or replicated:
         return None
     root, nodes = shm_slots.default_root(), len(set(assignment))
     free = shm_slots.free_bytes(root if root.is_dir() else root.parent)
-    # Each node holds the replicas of its own ranks and of its neighbor's.
+    # Each node holds the replicas of its own ranks and of its neighbors'.
     slots = len(shm_slots.slots_for(run.resilience.check_every, plan.layout))
-    need = slots * plan.parameters * BYTES_PER_PARAMETER * min(nodes, 2) / nodes
+    need = slots * plan.parameters * BYTES_PER_PARAMETER * min(nodes, 1 + copies) / nodes
     return 1 if need <= _MEMORY_FRACTION * free else None

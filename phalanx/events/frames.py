@@ -184,10 +184,10 @@ def receive_exactly(sock: socket.socket, size: int, until: float | None) -> byte
 
 
 def set_socket_options(sock: socket.socket) -> None:
-    """Send small messages at once, and detect a vanished machine on an idle connection."""
+    """Send small messages at once, and detect a vanished machine, whether the connection is idle or not."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4)):
+    for option, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4), ("TCP_USER_TIMEOUT", 20_000)):
         if hasattr(socket, option):
             sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
 

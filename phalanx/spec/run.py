@@ -269,6 +269,8 @@ class Checkpoint:
     """With `url`: save into the run directory first and upload in the background."""
     export_hf: bool = False
     """Export each checkpoint for transformers into hf/ of the run directory, in the background. An export is kept only if its logits for a fixed prompt equal the model's."""
+    memory_copies: int = field(default=1, metadata=within(1, 16))
+    """Other nodes that keep each in-memory copy. With N, the newest state survives the loss of N nodes at once."""
     memory_every: int | None = field(default=None, metadata=within(1))
     """Copy the state into host memory, outside the workers and on a neighboring node if there are several, every N steps. Default: if nothing else replicates the state, every step on CPUs, and on GPUs as often as costs half a percent of the training time."""
 

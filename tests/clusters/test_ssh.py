@@ -113,6 +113,24 @@ def test_everything_on_the_controllers_host_is_killed(cluster: Cluster) -> None:
     assert all(event.steps_lost <= 1 for event in recovered)
 
 
+def test_two_hosts_are_lost_at_once(cluster: Cluster) -> None:
+    """Each state is in the memory of three hosts, the one without ranks included."""
+    undisturbed = cluster.follow(cluster.train("alone"), "alone", lambda event: None)
+
+    def kill(event: Event) -> None:
+        if isinstance(event, Step) and event.step == 10:
+            cluster.hosts.kill_all(0)
+            cluster.hosts.kill_all(1)
+
+    words = ("--on", "ssh", "--hosts", "hosts.txt", "checkpoint.memory_copies=2")
+    events = cluster.follow(cluster.train("run", *words), "run", kill)
+    compare(events, undisturbed)
+    assert {event.node for event in events if isinstance(event, FailureNoticed)} == {0, 1}
+    recovered = [event for event in events if isinstance(event, Recovered)]
+    print("; ".join(f"{event.action} from {event.source} at step {event.step} in {event.seconds:.1f} s" for event in recovered))
+    assert all(event.steps_lost <= 1 for event in recovered)
+
+
 def test_links_are_cut_and_mended(cluster: Cluster) -> None:
     """Host 1 for 5 s. Then host 2, which had taken its place, until ssh has given it up: it is reached anew when its link is back."""
     (cluster.folder / "run.toml").write_text(RUN.format(steps=400))

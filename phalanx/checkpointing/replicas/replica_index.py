@@ -92,11 +92,11 @@ def _list_replicas(servers: Sequence[Address], token: str) -> list[Replica]:
         return [replica for replicas in pool.map(ask, servers) for replica in replicas]
 
 
-def set_peers(servers: dict[int, Address], token: str) -> None:
-    """Tell all replica servers, by node, about each other: each sends its copies to the next."""
+def set_peers(servers: dict[int, Address], token: str, copies: int = 1) -> None:
+    """Tell all replica servers, by node, about each other: each sends its copies to the next, or to the next N."""
     for address in servers.values():
         with contextlib.suppress(OSError):  # a lost node sends nothing
-            request(address, token, {"op": "peers", "addresses": list(servers.items())}, patience=_PATIENCE)
+            request(address, token, {"op": "peers", "addresses": list(servers.items()), "copies": copies}, patience=_PATIENCE)
 
 
 def discard(servers: Iterable[Address], token: str, *, before: int = 0, after: int | None = None) -> None:

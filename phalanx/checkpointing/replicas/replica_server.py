@@ -125,7 +125,7 @@ class ReplicaServer:
         self.slots, self.node, self._token = SlotDir(folder), node, token
         self._listener = socket.create_server((bind, 0), backlog=1024)
         self.address: Address = self._listener.getsockname()[:2]
-        self._peer: tuple[int, Address] | None = None
+        self._peers: list[tuple[int, Address]] = []
         self._reserving = threading.Lock()
         self._unproven_lock = threading.Lock()
         self._unproven: dict[socket.socket, None] = {}
@@ -135,7 +135,7 @@ class ReplicaServer:
             "seal": self._seal,
             "list": self._list,
             "discard": lambda message: self.slots.discard(int(message["before"]), message.get("after")),
-            "peers": self._set_peer,
+            "peers": self._set_peers,
         }
         # For this node's workers. Only this user can read the folder.
         replace_file(folder / ADDRESS, json.dumps({"address": self.address, "token": token, "node": node}))
@@ -201,35 +201,51 @@ class ReplicaServer:
             link.send({"error": str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"})
 
     def _reserve(self, message: Message) -> Message | None:
-        """Allocate a worker's slots, here and on the peer."""
+        """Allocate a worker's slots, here and on the peers."""
         generation, rank, size = (int(message[key]) for key in ("generation", "rank", "bytes"))
         with self._reserving:
             self.slots.reserve(generation, rank, size, tuple(message["slots"]))
-        peer = self._peer
-        if peer is not None and not message.get("for_peer") and not message.get("alone"):
-            try:
-                request(peer[1], self._token, message | {"for_peer": True})
-            except OSError as error:
-                return {"problem": f"node {peer[0]}: {error}"}
-        return None
+        if message.get("for_peer") or message.get("alone"):
+            return None
+        problem = self._tell_peers(lambda address: request(address, self._token, message | {"for_peer": True}))
+        return None if problem is None else {"problem": problem}
 
     def _seal(self, message: Message) -> Message:
-        """A worker has copied: compute checksums, seal the slot, send it to the peer. Returns when all of this is done."""
+        """A worker has copied: compute checksums, seal the slot, send it to the peers. Returns when all of this is done."""
         copy = replace(RankCopy.from_json(message["copy"]), node=self.node)
         with self.slots.slot(copy.generation, copy.rank, copy.slot).open("rb") as file:
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as area:
                 if len(area) != copy.size:
                     raise ValueError(f"rank {copy.rank} has copied {copy.size} bytes into a slot of {len(area)}")
                 copy = replace(copy, sidecar=replace(copy.sidecar, crc32=_block_sums(area)))
-            self.slots.seal(copy)
-            peer, problem = None if message.get("alone") else self._peer, None
-            if peer is not None:
-                try:
-                    request(peer[1], self._token, {"op": "put", "copy": copy.to_json()}, file=file, length=copy.size)
-                except OSError as error:
-                    problem = f"node {peer[0]}: {error}"
-                    _log(f"step {copy.step} of rank {copy.rank} is not on {problem}")
-        return {"peer": peer is not None and problem is None, "problem": problem}
+        self.slots.seal(copy)
+        if message.get("alone") or not self._peers:
+            return {"peer": False, "problem": None}
+
+        def send(address: Address) -> None:
+            with self.slots.slot(copy.generation, copy.rank, copy.slot).open("rb") as file:
+                request(address, self._token, {"op": "put", "copy": copy.to_json()}, file=file, length=copy.size)
+
+        problem = self._tell_peers(send)
+        if problem is not None:
+            _log(f"step {copy.step} of rank {copy.rank} is not on {problem}")
+        return {"peer": problem is None, "problem": problem}
+
+    def _tell_peers(self, tell: Callable[[Address], object]) -> str | None:
+        """Send something to all peers at once; returns what went wrong, or None."""
+        peers = self._peers
+
+        def attempt(peer: tuple[int, Address]) -> str | None:
+            try:
+                tell(peer[1])
+            except OSError as error:
+                return f"node {peer[0]}: {error}"
+            return None
+
+        if len(peers) <= 1:  # no threads for the usual case
+            return attempt(peers[0]) if peers else None
+        with ThreadPoolExecutor(len(peers)) as pool:
+            return next(filter(None, pool.map(attempt, peers)), None)
 
     def _put(self, link: Connection, message: Message, length: int) -> None:
         """Receive another node's copy block by block, and compare it with its checksums."""
@@ -269,11 +285,11 @@ class ReplicaServer:
         copies = [copy.to_json() for copy in self.slots.copies()]
         return {"node": self.node, "folder": str(self.slots.folder), "machine": machine_id(), "copies": copies}
 
-    def _set_peer(self, message: Message) -> None:
-        """Given the nodes that are alive: the next one in the ring receives this node's copies from now on."""
+    def _set_peers(self, message: Message) -> None:
+        """Given the nodes that are alive: the next ones in the ring receive this node's copies from now on."""
         others = sorted((int(node), (str(host), int(port))) for node, (host, port) in message["addresses"] if node != self.node)
-        after = [other for other in others if other[0] > self.node] or others
-        self._peer = after[0] if after else None
+        ring = [other for other in others if other[0] > self.node] + [other for other in others if other[0] < self.node]
+        self._peers = ring[: int(message.get("copies", 1))]
 
 
 def _block_sums(area: mmap.mmap) -> list[int]:
