@@ -166,6 +166,20 @@ def test_memory_replicas_survive_any_single_node_loss(tmp_path: Path) -> None:
         assert newest_state(addresses(found), TOKEN) is None
 
 
+def test_two_copies_survive_the_loss_of_two_nodes_at_once(tmp_path: Path) -> None:
+    """Two ranks on nodes 0 and 1; node 2, which has none, keeps copies, too."""
+    with nodes(tmp_path, 3) as found:
+        folders = [node.folder for node in found]
+        replica_index.set_peers({node.number: node.address for node in found}, TOKEN, copies=2)
+        told = run_ranks(copy, 2, folders[:2], [5, 10])[0]
+        assert [(event.step, event.peer) for event in told] == [(5, True), (10, True)]
+        state = newest_state(addresses(found), TOKEN)
+        assert state is not None and {rank: sorted(where) for rank, where in nodes_of(state).items()} == {0: [0, 1, 2], 1: [0, 1, 2]}
+        found[0].lose()
+        found[1].lose()
+        assert loaded(newest_state(addresses(found), TOKEN)) == (10, True)
+
+
 def test_newest_state_that_was_found_equal_is_kept_until_a_newer_one_is(tmp_path: Path) -> None:
     """After a corruption, states since the last comparison are wrong."""
     with nodes(tmp_path, 2) as found:
