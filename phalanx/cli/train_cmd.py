@@ -58,7 +58,7 @@ def train(
     ] = "",
     on: Annotated[
         str | None,
-        Option(help="What starts the run on other machines: ssh or slurm. Sets cluster.launcher. Default: this machine."),
+        Option(help="What starts the run on other machines: ssh, slurm or ray. Sets cluster.launcher. Default: this machine."),
     ] = None,
     hosts: Annotated[
         Path | None, Option(help="--on ssh: a file with one host per line. Sets cluster.hosts. See docs/ssh.md.")

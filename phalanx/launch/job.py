@@ -28,6 +28,7 @@ FORCED_EXIT = 130  # exit code of a run that was ended at once without saving, a
 _POLL = 0.1  # seconds between two reads of the event log
 _STATE_SECONDS = 0.5  # between two messages with the state of the registry, which are also the launcher's sign of life
 _DISK_CHECK = 1.0  # seconds between two checks whether the disk is full
+_NEWS = 2.0  # seconds in which an agent learns that the run is over; one that is just starting, or cut off, does not
 _SHUTDOWN = 20.0  # seconds that an agent has to clean up after the run is over
 
 
@@ -74,6 +75,8 @@ class _Node:
     """When its death was noticed."""
     away: float | None = None
     """Seconds for which an injected fault keeps it away."""
+    done: bool = False
+    """It knows that the run is over, and cleans up."""
 
 
 class Job:
@@ -176,6 +179,7 @@ class Job:
                 if isinstance(message, NodeAway):
                     node.away = message.seconds or float("inf")
                 elif isinstance(message, Outcome):
+                    node.done = True
                     self._outcome = self._outcome or message
                 elif self._registry is not None:
                     self._registry.handle(number, message, node.agent.send)
@@ -237,8 +241,11 @@ class Job:
         if self._forced:
             self.exit_code = FORCED_EXIT
             return
-        deadline = time.monotonic() + _SHUTDOWN
-        while any(node.agent.poll() is None for node in self._nodes.values()) and time.monotonic() < deadline:
+        begin = time.monotonic()
+        while (waited := time.monotonic() - begin) < _SHUTDOWN:
+            self._receive()
+            if not any(node.agent.poll() is None for node in self._nodes.values() if node.done or waited < _NEWS):
+                break
             time.sleep(_POLL / 10)
         self._receive()
         outcome = self._outcome

@@ -139,7 +139,9 @@ def replica_problems(run: Run, plan: Plan) -> Iterator[str]:
         return
     # Each node holds the replicas of its own ranks and of its neighbors', and all nodes of a local job share this machine.
     slots = len(shm_slots.slots_for(run.resilience.check_every, plan.layout))
-    if free < (need := slots * plan.parameters * BYTES_PER_PARAMETER * min(1 + run.checkpoint.memory_copies, run.cluster.nodes)):
+    if free < (
+        need := slots * plan.parameters * BYTES_PER_PARAMETER * min(1 + run.checkpoint.memory_copies, run.cluster.nodes)
+    ):
         yield (
             f"{key}: {slots} replicas of the state of {plan.parameters / 1e6:,.1f} M parameters take {_mib(need)} of memory, "
             f"but {root} has {_mib(free)} free: free some, give the container more shared memory, or remove the key."

@@ -228,11 +228,13 @@ class Cluster:
     bind: str = "127.0.0.1"
     """Address of the only network interface that the run's processes listen on."""
     launcher: Literal["local", "ssh", "ray", "slurm", "kubernetes"] = field(
-        default="local", metadata=later("launching through Ray or Kubernetes", but=("ssh", "slurm"))
+        default="local", metadata=later("launching through Kubernetes", but=("ssh", "slurm", "ray"))
     )
     """What starts the workers. torchrun needs no key: start `torchrun -m phalanx train …`."""
     hosts: str | None = None
     """launcher = "ssh": a file with one host per line, on all of which the run trains."""
+    ray_address: str = "auto"
+    """launcher = "ray": address of the Ray cluster. Default: the one of this machine, or of the job in which the command runs."""
     slurm: tuple[str, ...] = ()
     """launcher = "slurm": options of sbatch, such as ["--partition=gpu", "--gpus-per-node=8", "--time=12:00:00"]."""
     setup: tuple[str, ...] = ()

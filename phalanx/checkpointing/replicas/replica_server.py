@@ -213,11 +213,13 @@ class ReplicaServer:
     def _seal(self, message: Message) -> Message:
         """A worker has copied: compute checksums, seal the slot, send it to the peers. Returns when all of this is done."""
         copy = replace(RankCopy.from_json(message["copy"]), node=self.node)
-        with self.slots.slot(copy.generation, copy.rank, copy.slot).open("rb") as file:
-            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as area:
-                if len(area) != copy.size:
-                    raise ValueError(f"rank {copy.rank} has copied {copy.size} bytes into a slot of {len(area)}")
-                copy = replace(copy, sidecar=replace(copy.sidecar, crc32=_block_sums(area)))
+        with (
+            self.slots.slot(copy.generation, copy.rank, copy.slot).open("rb") as file,
+            mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as area,
+        ):
+            if len(area) != copy.size:
+                raise ValueError(f"rank {copy.rank} has copied {copy.size} bytes into a slot of {len(area)}")
+            copy = replace(copy, sidecar=replace(copy.sidecar, crc32=_block_sums(area)))
         self.slots.seal(copy)
         if message.get("alone") or not self._peers:
             return {"peer": False, "problem": None}

@@ -1,0 +1,96 @@
+"""What launchers for other hosts have in common: every host is asked what it is before the run is planned, and must fit the others. The hosts
+need not share a folder: their agents meet through the launcher."""
+
+from __future__ import annotations
+
+import os
+import time
+from abc import ABC, abstractmethod
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+from phalanx.control.protocol import AgentSettings
+from phalanx.events.rundir import RunDir
+from phalanx.launch.host_report import HostQuestion, HostReport
+from phalanx.launch.hosts import disagreements
+from phalanx.launch.launcher import StartedAgent
+from phalanx.spec.errors import RunError, refuse
+from phalanx.spec.plan import Machine
+from phalanx.spec.run import Run
+
+_PARALLEL = 64  # hosts that are asked at a time
+
+
+class HostGroup(ABC):
+    """Implements `launch/launcher.Launcher`, but for how a host is asked and its agent started."""
+
+    registry = "launcher"
+    restart_after: float | None
+
+    def __init__(self, run: Run, names: list[str]):
+        """`names`: of the hosts, for messages."""
+        self._run, self._names, self.nodes = run, names, len(names)
+        self._reports: list[HostReport] = []
+
+    def machine(self) -> Machine:
+        """The hosts that train, as one machine."""
+        self._reports = self._ask(HostQuestion(run_dir=os.getcwd(), launch=""))
+        training = self._reports[: max(1, self.nodes - self._run.resilience.spares)]
+        gpus = min(self._slots(node, report) for node, report in enumerate(training))
+        return replace(
+            training[0].machine,
+            host=", ".join(report.machine.host for report in training),
+            nodes=len(training),
+            cores=len(training) * min(report.machine.cores for report in training),
+            memory=len(training) * min(report.machine.memory for report in training),
+            gpus=tuple(gpu for report in training for gpu in report.machine.gpus[:gpus]),
+        )
+
+    def check(self, rundir: RunDir) -> None:
+        """Check what each host sees of the run's files."""
+        local = (path for path in self._run.data.paths if "://" not in path and "*" not in path)
+        paths = tuple(os.path.abspath(os.path.expanduser(path)) for path in local)
+        question = HostQuestion(run_dir=str(rundir.path.absolute()), launch=rundir.launch_id or "", paths=paths)
+        reports = self._ask(question)
+        problems = [
+            f"{path} is not on {name}: put the data at the same path on every host."
+            for name, report in zip(self._names, reports, strict=True)
+            for path in report.missing
+        ]
+        blind = [name for name, report in zip(self._names, reports, strict=True) if not report.sees_run_dir]
+        if blind and self._run.checkpoint.url is None:
+            problems.append(
+                f"{', '.join(blind)} cannot see the run directory {rundir.path.absolute()}, where checkpoints are saved: set checkpoint.url "
+                "to storage that every host reaches, such as s3://bucket/folder, or choose a --run-dir on a shared file system."
+            )
+        refuse(problems)
+
+    @abstractmethod
+    def start(self, settings: AgentSettings, log: Path) -> StartedAgent: ...
+
+    @abstractmethod
+    def _report(self, node: int, question: HostQuestion) -> HostReport:
+        """The answer of a host. Raises OSError that says why there is none, and what to do."""
+
+    def _slots(self, node: int, report: HostReport) -> int:
+        """Ranks of a host; 0: its share of all ranks."""
+        return 0 if self._run.cluster.device == "cpu" else len(report.machine.gpus)
+
+    def _ask(self, question: HostQuestion) -> list[HostReport]:
+        """The reports of all hosts, in their order. RunError names those that do not answer, or do not fit the others."""
+        with ThreadPoolExecutor(_PARALLEL) as pool:
+            answers = list(pool.map(lambda node: self._timed_report(node, question), range(self.nodes)))
+        found = [answer for answer in answers if not isinstance(answer, str)]
+        if len(found) < self.nodes:
+            raise RunError([answer for answer in answers if isinstance(answer, str)])
+        reports = [report for report, _ in found]
+        refuse(list(disagreements(self._names, reports, [times for _, times in found])))
+        return reports
+
+    def _timed_report(self, node: int, question: HostQuestion) -> tuple[HostReport, tuple[float, float]] | str:
+        begin = time.time()
+        try:
+            return self._report(node, question), (begin, time.time())
+        except OSError as error:
+            return f"{self._names[node]} does not answer: {error}"
