@@ -24,7 +24,7 @@ from phalanx.launch.launcher import Launcher, launcher
 from phalanx.launch.model_check import check_weights, measure, memory_problems
 from phalanx.planning.machines.hardware import mismatch
 from phalanx.spec.dump import changed, dump
-from phalanx.spec.errors import RunError
+from phalanx.spec.errors import RunError, refuse
 from phalanx.spec.load import load
 from phalanx.spec.plan import Plan
 from phalanx.spec.run import Run
@@ -95,15 +95,13 @@ def prepare(
             problems += memory_problems(planned.run, planned.plan, machine)
     except RunError as error:
         problems += error.problems
-    if problems:  # slow preparations only for a run that can start
-        raise RunError(problems)
+    refuse(problems)  # slow preparations only for a run that can start
     data = open_dataset(run.data, run.train.sequence_length, run.train.seed, progress)
     base = request.directory or Path("runs") / name
     problems += [*run_checks.too_little_data(run, data), *run_checks.space_problems(planned.run, planned.plan, base)]
     if ranks is None:
         problems += run_checks.replica_problems(planned.run, planned.plan)
-    if problems:
-        raise RunError(problems)
+    refuse(problems)
     notices = (*run_checks.data_notices(data), *run_checks.replica_notices(run, torchrun=ranks is not None))
     rundir = choose_directory(run, name, request)
     try:
@@ -113,9 +111,7 @@ def prepare(
         if not resumes:  # a resumed run has its weights in its checkpoint
             check_weights(planned.run)
         if ranks is None:
-            shutil.rmtree(rundir.control, ignore_errors=True)  # terms of an earlier launch
-            rundir.launch_id = secrets.token_hex(8)
-            started_by.check(rundir)
+            _begin_launch(rundir, started_by)
         replace_file(rundir.run_file, dump(planned.run))
         replace_file(rundir.plan_file, planned.plan.to_json())
         _copy_tokenizer(data.tokenizer.files, rundir.tokenizer)
@@ -123,6 +119,13 @@ def prepare(
     except BaseException:
         rundir.release()  # so that the same program can try again
         raise
+
+
+def _begin_launch(rundir: RunDir, started_by: Launcher) -> None:
+    """Forget the terms of an earlier launch, and check that the hosts see what they must of this one."""
+    shutil.rmtree(rundir.control, ignore_errors=True)
+    rundir.launch_id = secrets.token_hex(8)
+    started_by.check(rundir)
 
 
 def choose_directory(run: Run, name: str, request: Request) -> RunDir:

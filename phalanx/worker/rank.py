@@ -82,7 +82,12 @@ class RankProgram:
     """Builds the trainer of one rank and records what happens."""
 
     def __init__(
-        self, run: Run, rundir: RunDir, signals: StopSignals, emit: Callable[[Event], object], also: Callable[[Event], None] | None = None
+        self,
+        run: Run,
+        rundir: RunDir,
+        signals: StopSignals,
+        emit: Callable[[Event], object],
+        also: Callable[[Event], None] | None = None,
     ):
         """`emit` records an event. `also` receives the events that rank 0 records."""
         self._run, self._rundir, self._signals, self._emit, self._also = run, rundir, signals, emit, also

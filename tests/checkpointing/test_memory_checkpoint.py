@@ -174,7 +174,10 @@ def test_two_copies_survive_the_loss_of_two_nodes_at_once(tmp_path: Path) -> Non
         told = run_ranks(copy, 2, folders[:2], [5, 10])[0]
         assert [(event.step, event.peer) for event in told] == [(5, True), (10, True)]
         state = newest_state(addresses(found), TOKEN)
-        assert state is not None and {rank: sorted(where) for rank, where in nodes_of(state).items()} == {0: [0, 1, 2], 1: [0, 1, 2]}
+        assert state is not None and {rank: sorted(where) for rank, where in nodes_of(state).items()} == {
+            0: [0, 1, 2],
+            1: [0, 1, 2],
+        }
         found[0].lose()
         found[1].lose()
         assert loaded(newest_state(addresses(found), TOKEN)) == (10, True)

@@ -155,7 +155,16 @@ def test_messages_survive_json() -> None:
     for message in (
         BeginRank(begin=begin, place=place, heartbeat="/h", chaos=""),
         Kill(term=1, generation=3, ranks=[1], failure=failure),
-        Join(node=0, name="0-a", slots=2, replica_server=["h", 1], workers={"0.1": worker}, last_begin=begin, step=8, stopping=None),
+        Join(
+            node=0,
+            name="0-a",
+            slots=2,
+            replica_server=["h", 1],
+            workers={"0.1": worker},
+            last_begin=begin,
+            step=8,
+            stopping=None,
+        ),
         SurvivorReport(generation=3, rank=1, step=8, prepared=True),
     ):
         assert decode(json.loads(json.dumps(encode(message)))) == message

@@ -139,7 +139,16 @@ def test_invalid_node_files_are_ignored(tmp_path: Path) -> None:
     info = NodeInfo(name="0-a", address=["127.0.0.1", 1], pid=1)
     claims.announce(0, info)
     whole = (claims.folder / "node-00000.json").read_bytes()
-    junk = (b"", b"{", b"{}", b"[1]", b"\xff\xfe", b"[" * 60_000, whole[:-1] + b', "more": 1}', whole + b" " * (65 << 10) + b"x")
+    junk = (
+        b"",
+        b"{",
+        b"{}",
+        b"[1]",
+        b"\xff\xfe",
+        b"[" * 60_000,
+        whole[:-1] + b', "more": 1}',
+        whole + b" " * (65 << 10) + b"x",
+    )
     for number, text in enumerate(junk, start=1):
         (claims.folder / f"node-{number:05d}.json").write_bytes(text)
     os.mkfifo(claims.folder / "node-00010.json")
