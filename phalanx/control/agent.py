@@ -9,12 +9,14 @@ and takes further orders on standard input; when that ends, because its parent d
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
 import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from phalanx.control import protocol, store_server
@@ -27,6 +29,7 @@ from phalanx.control.processes import ForkClient, ReplicaProcess, Worker, inspec
 from phalanx.events import heartbeat
 from phalanx.events.heartbeat import Beat
 from phalanx.events.records import StrangerRefused, Warned
+from phalanx.events.run_logs import note_size
 from phalanx.host.env import adopt
 from phalanx.host.process_tree import STOP_SIGNALS, adopt_orphans, die_with, unblock_stop_signals
 from phalanx.spec.plan import Place
@@ -65,9 +68,7 @@ class Agent(NodeServices):
         listener = Listener(self._bind, self.token, self._on_connection, self._on_refused)
         self.address = listener.address
         self.registry.announce(self.node, protocol.NodeInfo(name=self.name, address=list(self.address), pid=os.getpid()))
-        tasks = [self.spawn(self._follow()), self.spawn(self._send_beats())]
-        if not self.sees_launch:
-            tasks.append(self.spawn(self._send_logs()))
+        tasks = [self.spawn(self._follow()), self.spawn(self._send_beats()), self.spawn(self._watch_logs())]
         await self._over.wait()
         for task in tasks:
             task.cancel()
@@ -178,18 +179,31 @@ class Agent(NodeServices):
             beats[str(worker.rank)] = beat._replace(since=now - beat.since)
         return beats
 
-    async def _send_logs(self) -> None:
-        """Send what ranks and this node's helper processes write to their logs, which nobody else can read."""
-        sent = {path.name: path.stat().st_size for path in self.rundir.logs.glob("*.log")}
+    async def _watch_logs(self) -> None:
+        """Note when ranks and this node's helper processes write to their logs; send it to the launcher if it cannot read them."""
+        logs, seen = self.rundir.logs, dict[str, int]()
+        for path in logs.glob("*.log"):
+            seen[path.name] = path.stat().st_size
         while True:
-            for path in sorted(self.rundir.logs.glob("*.log")):
-                with path.open("rb") as file:
-                    file.seek(sent.setdefault(path.name, 0))
-                    block = file.read(_LOG_BLOCK)
-                if block:
-                    sent[path.name] += len(block)
-                    tell_launcher(protocol.LogText(name=path.name, text=block.decode(errors="replace")))
+            ranks = {worker.rank for worker in self.workers.values() if worker.rank is not None}
+            own = [self.rundir.rank_log(rank) for rank in sorted(ranks)]
+            own += [logs / f"{name}-{self.node}.log" for name in ("node", "replicas")]
+            for path in own if self.sees_launch else sorted(logs.glob("*.log")):
+                with contextlib.suppress(OSError):
+                    if (size := path.stat().st_size) > seen.get(path.name, 0):
+                        seen[path.name] = self._on_log(path, seen.get(path.name, 0), size)
             await asyncio.sleep(_LOG_SECONDS)
+
+    def _on_log(self, path: Path, begin: int, size: int) -> int:
+        """A log has grown; returns up to where that is known elsewhere now."""
+        if self.sees_launch:
+            note_size(path, size, time.time())
+            return size
+        with path.open("rb") as file:
+            file.seek(begin)
+            block = file.read(_LOG_BLOCK)
+        tell_launcher(protocol.LogText(name=path.name, text=block.decode(errors="replace"), time=time.time()))
+        return begin + len(block)
 
     # --- orders ---
 

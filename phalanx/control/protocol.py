@@ -212,6 +212,7 @@ class LogText(Message):
 
     name: str
     text: str
+    time: float
 
 
 class RegistryState(Message):

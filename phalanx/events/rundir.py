@@ -23,6 +23,7 @@ class RunDir:
         self.control = path / "control"
         self.request_file = path / "request.toml"
         self.exit_file = self.control / "exit_code"
+        self.stop_file = self.control / "stop"
         self._lock: int | None = None
 
     @property

@@ -192,6 +192,9 @@ class Job:
                 node.agent.send(state)
 
     def _pass_stops(self) -> None:
+        if self.rundir.stop_file.exists():
+            self.rundir.stop_file.unlink(missing_ok=True)
+            self._stops.put("phalanx stop")
         with contextlib.suppress(Empty):
             while reason := self._stops.get_nowait():
                 if not any([node.agent.send(Stop(reason=reason)) for node in self._living]):

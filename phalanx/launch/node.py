@@ -182,6 +182,9 @@ class _Node:
                         away = float("inf") if message.seconds is None else message.seconds
                 if ended:
                     return outcome, away
+                if self._stop is None and self._rundir.stop_file.exists():
+                    self._stop = "phalanx stop"
+                    agent.send(Stop(reason=self._stop))
                 time.sleep(_POLL)
         finally:
             self._agent = None

@@ -10,6 +10,7 @@ from pathlib import Path
 from phalanx.control import protocol
 from phalanx.events.log import RecordWriter, launch_events
 from phalanx.events.records import FailureNoticed, Finished, Recovered, Step, encode
+from phalanx.events.run_logs import note_size
 from phalanx.events.rundir import RunDir
 
 
@@ -54,8 +55,10 @@ class RegistryServer:
             case protocol.AskHistory():
                 answer(protocol.History(lines=self._history()))
             case protocol.LogText():
-                with (self._rundir.logs / Path(message.name).name).open("a") as file:
+                path = self._rundir.logs / Path(message.name).name
+                with path.open("a") as file:
                     file.write(message.text)
+                note_size(path, path.stat().st_size, message.time)
 
     def lose(self, node: int) -> None:
         """The agent of a node is gone."""

@@ -119,9 +119,9 @@ def test_records_and_logs_arrive_and_history_is_what_a_controller_needs(tmp_path
         assert read_events(agents.rundir.events_file) == events
         assert await agents.nodes[0].history() == events[1:]
         for name in ("rank-3.log", "../../escape.log"):
-            agents.server.handle(0, LogText(name=name, text="one\n"), lambda answer: None)
-            agents.server.handle(0, LogText(name=name, text="two\n"), lambda answer: None)
-        assert {path.name: path.read_text() for path in agents.rundir.logs.iterdir()} == {
+            agents.server.handle(0, LogText(name=name, text="one\n", time=1.0), lambda answer: None)
+            agents.server.handle(0, LogText(name=name, text="two\n", time=2.0), lambda answer: None)
+        assert {path.name: path.read_text() for path in agents.rundir.logs.glob("*.log")} == {
             "rank-3.log": "one\ntwo\n",
             "escape.log": "one\ntwo\n",
         }

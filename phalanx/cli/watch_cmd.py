@@ -1,0 +1,147 @@
+"""`phalanx status`, `phalanx logs` and `phalanx stop`: look at a run, or stop it, from any host that sees its directory."""
+
+from __future__ import annotations
+
+import re
+import time
+from pathlib import Path
+from typing import Annotated
+
+from typer import Argument, Option
+
+from phalanx.cli.options import AsJson
+from phalanx.cli.output import console, finish
+from phalanx.dashboard.numbers import duration
+from phalanx.dashboard.summary import Summary
+from phalanx.events.log import launch_events, read_events
+from phalanx.events.records import Event, FailureNoticed, Finished, Recovered, Stopped, WorkerFailed, WorkerStarted
+from phalanx.events.run_logs import LogLine, LogReader
+from phalanx.events.rundir import RunDir, replace_file
+from phalanx.spec.errors import RunError
+from phalanx.spec.json_value import JsonObject
+
+RunDirectory = Annotated[Path, Argument(help="Directory of the run.")]
+_POLL = 0.5  # seconds between two looks at the logs
+_STOP_SECONDS = 600.0  # that `stop` waits for a run to save
+
+
+def status(run_dir: RunDirectory, json: AsJson = False) -> None:
+    """Show whether a run is running, how far it is, and what has happened to it."""
+    rundir = _run(run_dir)
+    events = launch_events(rundir.events_file)
+    summary, state = Summary(read_events(rundir.events_file)), _state(rundir, events)
+    hosts: dict[str, set[int]] = {}
+    for event in events:
+        if isinstance(event, WorkerStarted):
+            for ranks in hosts.values():
+                ranks.discard(event.rank)
+            hosts.setdefault(event.host, set()).add(event.rank)
+    ago = time.time() - events[-1].time if events else 0.0
+    result: JsonObject = {
+        "state": state,
+        "step": summary.steps,
+        "steps": summary.planned,
+        "loss": summary.loss,
+        "tokens_per_second": summary.tokens_per_second,
+        "ranks": summary.ranks,
+        "hosts": {host: sorted(ranks) for host, ranks in hosts.items() if ranks},
+        "failures": len([event for event in events if isinstance(event, FailureNoticed)]),
+        "recovered": len([event for event in events if isinstance(event, Recovered)]),
+        "checkpoint": summary.checkpoint,
+        "seconds_since_last_record": ago,
+    }
+    console.print(
+        f"{run_dir}: {state}, step {summary.steps} of {summary.planned}, last record {duration(ago)} ago", soft_wrap=True
+    )
+    for host, ranks in hosts.items():
+        if ranks:
+            console.print(f"  {host}: ranks {', '.join(map(str, sorted(ranks)))}", soft_wrap=True)
+    for event in events:
+        if isinstance(event, FailureNoticed):
+            console.print(f"  step {event.step}: {event.message}", style="yellow", markup=False, soft_wrap=True)
+        elif isinstance(event, Recovered):
+            console.print(
+                f"  step {event.step}: {event.action} in {event.seconds:.1f} s, {event.steps_lost} steps lost", soft_wrap=True
+            )
+    if summary.checkpoint is not None:
+        console.print(f"  checkpoint {summary.checkpoint}", markup=False, soft_wrap=True)
+    finish(json, result)
+
+
+def logs(
+    run_dir: RunDirectory,
+    rank: Annotated[int | None, Option(help="Show only what this rank has written.")] = None,
+    node: Annotated[
+        int | None, Option(help="Show only what the processes of this node have written, its ranks excluded.")
+    ] = None,
+    grep: Annotated[str | None, Option(help="Show only lines that match this regular expression.")] = None,
+    follow: Annotated[bool, Option("--follow", "-f", help="Show new lines as they are written, until the run ends.")] = False,
+) -> None:
+    """Show what the ranks and nodes of a run have written, in the order of time; first, what has failed."""
+    rundir = _run(run_dir)
+    try:
+        pattern = re.compile(grep or "")
+    except re.error as error:
+        raise RunError(f"--grep {grep} is not a regular expression: {error}.") from None
+    wanted = {f"rank {rank}"} if rank is not None else {f"node {node}", f"replicas {node}"} if node is not None else None
+    for event in launch_events(rundir.events_file):
+        if isinstance(event, WorkerFailed | FailureNoticed) and (rank is None or event.rank == rank):
+            text = event.reason if isinstance(event, WorkerFailed) else event.message
+            console.print(f"{_clock(event.time)} {text}", style="red", markup=False, soft_wrap=True)
+            if event.traceback:
+                console.print(event.traceback.rstrip(), style="red", markup=False, highlight=False, soft_wrap=True)
+    reader = LogReader(rundir)
+    while True:
+        over = not follow or rundir.launch_id is None
+        for line in reader.new():
+            if (wanted is None or line.source in wanted) and pattern.search(line.text):
+                _print(line)
+        if over:
+            return
+        time.sleep(_POLL)
+
+
+def stop(
+    run_dir: RunDirectory,
+    wait: Annotated[bool, Option("--wait/--no-wait", help="Wait until the run has saved and ended.")] = True,
+) -> None:
+    """Ask a run to save and end, as SIGTERM to its launcher would. The same `phalanx train` resumes it."""
+    rundir = _run(run_dir)
+    if rundir.launch_id is None:
+        raise RunError(f"{run_dir} is not running: there is nothing to stop.")
+    replace_file(rundir.stop_file, "")
+    deadline = time.monotonic() + _STOP_SECONDS
+    while wait and not _over(rundir):
+        if time.monotonic() > deadline:
+            raise RunError(f"{run_dir} has not ended within {_STOP_SECONDS:.0f} s: look at `phalanx logs {run_dir}`.")
+        time.sleep(_POLL)
+    if wait:
+        console.print(f"{run_dir}: {_state(rundir, launch_events(rundir.events_file))}", soft_wrap=True)
+
+
+def _run(run_dir: Path) -> RunDir:
+    rundir = RunDir(run_dir)
+    if not rundir.events_file.is_file():
+        raise RunError(f"{run_dir} holds no run: name a run directory, such as runs/NAME.")
+    return rundir
+
+
+def _over(rundir: RunDir) -> bool:
+    return rundir.launch_id is None or rundir.exit_file.exists()
+
+
+def _state(rundir: RunDir, events: list[Event]) -> str:
+    ending = next((event for event in reversed(events) if isinstance(event, Finished | Stopped | WorkerFailed)), None)
+    if not _over(rundir) and ending is None:
+        return "running"
+    if isinstance(ending, WorkerFailed):
+        return f"failed: {ending.reason}"
+    return "interrupted" if ending is None else "finished" if isinstance(ending, Finished) else "stopped"
+
+
+def _print(line: LogLine) -> None:
+    console.print(f"{_clock(line.time)} [{line.source}] {line.text}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _clock(seconds: float) -> str:
+    return time.strftime("%H:%M:%S", time.localtime(seconds))
