@@ -175,17 +175,24 @@ class Checkpointer(StepHook):
         self._prune(checkpoint)
 
     def _prune(self, newest: Location) -> None:
-        protected = {name for jobs in self._after_save for name in jobs.in_use}
-        if (equal := self.equal_step()) is not None:
-            older = (path for path in directory.list_checkpoints(self._location) if (directory.step_of(path) or 0) <= equal)
-            protected |= {path.name for path in itertools.islice(older, 1)}  # newest first
+        protected = {name for jobs in self._after_save for name in jobs.in_use} | self._found_equal(newest)
         spec = self._run.checkpoint
         self._exports.on_pruned(directory.prune(self._location, spec.keep_last, newest, spec.keep_every, protected))
 
     def _prune_remote(self, uploaded: Location) -> None:
         protected, spec = self._exports.in_use, self._run.checkpoint  # an export may read from the URL
         self._uploaded = uploaded if protected else None
+        protected = {*protected, *self._found_equal(uploaded)}
         directory.prune(self._locations[1], spec.keep_last, uploaded, spec.keep_every, protected)
+
+    def _found_equal(self, newest: Location) -> set[str]:
+        """The newest checkpoint next to this one whose state was found equal on all replicas: the run may go back to it until its last step."""
+        equal = self.equal_step()
+        if equal is None or (directory.step_of(newest) or 0) >= self._run.steps:
+            return set()
+        checkpoints = directory.list_checkpoints(newest.parent)  # newest first
+        older = (path.name for path in checkpoints if (directory.step_of(path) or 0) <= equal)
+        return set(itertools.islice(older, 1))
 
     def restore(
         self, tensors: Tensors, path: Path | Location | None = None, until: int | None = None
