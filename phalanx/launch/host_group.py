@@ -13,7 +13,7 @@ from pathlib import Path
 from phalanx.control.protocol import AgentSettings
 from phalanx.events.rundir import RunDir
 from phalanx.launch.host_report import HostQuestion, HostReport
-from phalanx.launch.hosts import disagreements
+from phalanx.launch.hosts import disagreements, shortages
 from phalanx.launch.launcher import StartedAgent
 from phalanx.spec.errors import RunError, refuse
 from phalanx.spec.plan import Machine
@@ -58,6 +58,7 @@ class HostGroup(ABC):
             for name, report in zip(self._names, reports, strict=True)
             for path in report.missing
         ]
+        problems += shortages(self._names, reports, rundir.path.absolute())
         blind = [name for name, report in zip(self._names, reports, strict=True) if not report.sees_run_dir]
         if blind and self._run.checkpoint.url is None:
             problems.append(

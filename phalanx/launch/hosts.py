@@ -13,6 +13,8 @@ from phalanx.launch.host_report import HostReport
 from phalanx.spec.errors import RunError, did_you_mean
 
 _CLOCK = 2.0  # seconds by which clocks may differ: records of several hosts are read in the order of their times
+_DISK = 64 << 20  # bytes
+_MEMORY = 0.05  # fraction
 _KEYS = ("bind", "slots", "port", "user", "python")
 
 
@@ -108,6 +110,21 @@ def disagreements(names: Sequence[str], reports: Sequence[HostReport], elapsed: 
     yield from _odd(
         names, [f"{count} GPUs" for count in counts], "the number of GPUs", remedy="give hosts with more of them slots=N"
     )
+
+
+def shortages(names: Sequence[str], reports: Sequence[HostReport], run_dir: Path) -> Iterator[str]:
+    """Hosts without the disk space and memory that any run needs."""
+    for name, report in zip(names, reports, strict=True):
+        if report.free_disk < _DISK:
+            yield (
+                f"{name} has {report.free_disk >> 20} MiB free for {run_dir}, and logs alone need {_DISK >> 20} MiB: free some, or remove the "
+                "host."
+            )
+        if report.free_memory < _MEMORY * report.machine.memory:
+            yield (
+                f"{name} has {report.free_memory >> 20} MiB of its {report.machine.memory >> 20} MiB memory free: end what uses it, or remove "
+                "the host."
+            )
 
 
 def _odd(names: Sequence[str], found: Sequence[str], what: str, remedy: str = "install the same on all hosts") -> Iterator[str]:

@@ -9,7 +9,7 @@ import pytest
 
 from phalanx.host.probe import this_machine
 from phalanx.launch.host_report import HostQuestion, HostReport, report
-from phalanx.launch.hosts import Host, disagreements, read_hosts
+from phalanx.launch.hosts import Host, disagreements, read_hosts, shortages
 from phalanx.spec.errors import RunError
 from phalanx.spec.plan import Gpu
 
@@ -88,3 +88,12 @@ def test_a_host_that_differs_is_named(same: HostReport) -> None:
     assert sentence.startswith("The clock of b is 299 s behind the others")
     (sentence,) = problems(same, replace(same, machine=replace(same.machine, gpus=(Gpu(name="x", memory=1),))), same)
     assert sentence.startswith("the number of GPUs of b is 1 GPUs") and "slots=N" in sentence
+
+
+def test_a_full_host_is_named(same: HostReport) -> None:
+    roomy = replace(same, free_disk=1 << 30, free_memory=same.machine.memory)
+    assert not list(shortages(["a", "b"], [roomy, roomy], Path("/runs/x")))
+    (sentence,) = shortages(["a", "b"], [roomy, replace(roomy, free_disk=3 << 20)], Path("/runs/x"))
+    assert sentence.startswith("b has 3 MiB free for /runs/x")
+    (sentence,) = shortages(["a", "b"], [replace(roomy, free_memory=1 << 20), roomy], Path("/runs/x"))
+    assert sentence.startswith("a has 1 MiB of its ")
