@@ -169,11 +169,11 @@ MISTAKES = {
     "negative size": (GOOD, ["model.dim=-64"], [("model.dim = -64", "at least 1")]),
     # What is not built yet.
     "later choice": (
-        GOOD + "[cluster]\nlauncher = 'ray'\n",
+        GOOD + "[cluster]\nlauncher = 'kubernetes'\n",
         [],
         [
             (
-                'run.toml:5: cluster.launcher = "ray" asks for launching through Ray, Slurm or Kubernetes, which is not built yet: '
+                'run.toml:5: cluster.launcher = "kubernetes" asks for launching through Kubernetes, which is not built yet: '
                 'remove it or set it to "local".',
             )
         ],
@@ -184,11 +184,11 @@ MISTAKES = {
         [("watch.page = true asks for the live page", "not built yet: remove it")],
     ),
     "later beside a conflict": (
-        GOOD + "[layout]\ntensor = 3\n[cluster]\nlauncher = 'slurm'\n",
+        GOOD + "[layout]\ntensor = 3\n[cluster]\nlauncher = 'kubernetes'\n",
         [],
         [
             ("run.toml:5: ", "layout.tensor = 3 does not divide model.heads = 4", "set it to 2 or 4"),
-            ("run.toml:7: ", "Ray, Slurm or Kubernetes"),
+            ("run.toml:7: ", "launching through Kubernetes"),
         ],
     ),
     # Presets.
