@@ -174,8 +174,11 @@ class LeaderClient:
             elif author and author not in lost and not self._registry.offered(term):
                 if not await self._follow_author(term, author):
                     lost.add(author)
-            elif await self._wait_for_turn(term, lost) and await self._registry.claim(term + 1, self._agent.name):
-                await self._lead(term + 1)
+            elif await self._wait_for_turn(term, lost):
+                if await self._registry.claim(term + 1, self._agent.name):
+                    await self._lead(term + 1)
+                else:  # the registry knows that it lives, or this node is the one that is cut off
+                    lost.discard(author)
 
     async def _wait_for_turn(self, term: int, lost: set[str]) -> bool:
         """Let the living nodes with smaller numbers claim first; returns whether the term is still the newest then."""

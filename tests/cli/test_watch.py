@@ -36,7 +36,9 @@ def test_logs_name_the_rank_and_show_failures_first(workshop: Workshop) -> None:
         with (workshop.path / f"run/logs/rank-{rank}.log").open("a") as file:
             file.write(f"a line of rank {rank}\n")
     shown = workshop.run("logs", "run").out
-    failure, zero, one = (shown.index(words) for words in ("killed by SIGKILL", "[rank 0] a line of rank 0", "[rank 1] a line of"))
+    failure, zero, one = (
+        shown.index(words) for words in ("killed by SIGKILL", "[rank 0] a line of rank 0", "[rank 1] a line of")
+    )
     assert failure < zero and failure < one
     assert "[rank 0]" not in workshop.run("logs", "run", "--rank", "1").out
     assert workshop.run("logs", "run", "--grep", "of rank [0]").out.count("a line of") == 1

@@ -21,6 +21,8 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs the extra ray"),
 ]
 
+STEPS = 900  # Ray takes 14 s to give up a lost node, and only then another can take its place
+
 RUN = """
 [model]
 dim = 64
@@ -90,7 +92,7 @@ def losses(events: list[Event]) -> dict[int, tuple[float, int | None]]:
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[Event]:
     folder = tmp_path_factory.mktemp("alone")
-    (folder / "run.toml").write_text(RUN.format(steps=900, nodes=1, spares=0))
+    (folder / "run.toml").write_text(RUN.format(steps=STEPS, nodes=1, spares=0))
     command = [sys.executable, "-m", "phalanx", "train", "run.toml", "--run-dir", "run"]
     subprocess.run(command, cwd=folder, env=os.environ, check=True, capture_output=True)
     events = read_events(folder / "run/events.jsonl")
@@ -99,8 +101,8 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[Event]:
 
 
 def test_spare_replaces_a_killed_raylet(tmp_path: Path, undisturbed: list[Event]) -> None:
-    events = train(tmp_path / "ray", steps=250, nodes=3, spares=1, lose=20)
-    assert losses(events) == {step: values for step, values in losses(undisturbed).items() if step <= 250}
+    events = train(tmp_path / "ray", steps=STEPS, nodes=3, spares=1, lose=20)
+    assert losses(events) == losses(undisturbed)
     recovered = [event for event in events if isinstance(event, Recovered)]
     print("; ".join(f"{event.action} from {event.source} in {event.seconds:.1f} s" for event in recovered))
     assert len([event for event in events if isinstance(event, FailureNoticed)]) <= 1, "the lost raylet may have had no ranks"
@@ -108,7 +110,7 @@ def test_spare_replaces_a_killed_raylet(tmp_path: Path, undisturbed: list[Event]
 
 
 def test_run_shrinks_and_grows_with_the_cluster(tmp_path: Path, undisturbed: list[Event]) -> None:
-    events = train(tmp_path / "ray", steps=900, nodes=2, spares=0, lose=20)
+    events = train(tmp_path / "ray", steps=STEPS, nodes=2, spares=0, lose=20)
     assert losses(events).keys() == losses(undisturbed).keys()
     assert max(abs(losses(events)[step][0] - loss) for step, (loss, _) in losses(undisturbed).items()) <= 1e-5
     recovered = [event for event in events if isinstance(event, Recovered)]

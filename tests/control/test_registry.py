@@ -213,6 +213,45 @@ def test_node_that_is_ready_first_does_not_sleep_while_node_0_claims(tmp_path: P
     assert led == [2]
 
 
+def test_node_that_cannot_claim_follows_the_author_again(tmp_path: Path) -> None:
+    """It was cut off: the author, which it took for lost, has led all the time, and the registry refuses the next term."""
+    asked: list[int] = []
+    agent: Any = SimpleNamespace(
+        records=RecordQueue(),
+        name="1-b2",
+        node=1,
+        token="t",
+        outcome=None,
+        run=SimpleNamespace(resilience=Resilience()),
+        reachable=lambda _: True,
+    )
+
+    class Refusing(FolderRegistry):
+        async def claim(self, term: int, author: str) -> bool:
+            return False
+
+        def info(self, node: int) -> NodeInfo | None:
+            asked.append(node)
+            if len(asked) == 3:
+                agent.outcome = "done"
+            return super().info(node)
+
+    async def lead(term: int) -> None:
+        raise AssertionError("it leads without a term")
+
+    agent.registry = Refusing(RunDir(tmp_path))
+    claim(registry(tmp_path), 1, "0-a1")
+    for node, name in enumerate(("0-a1", "1-b2")):
+        agent.registry.announce(node, NodeInfo(name=name, address=["127.0.0.1", 1], pid=1))  # nobody listens there
+
+    async def scenario() -> None:
+        async with asyncio.timeout(60):
+            await LeaderClient(agent, lead).follow()
+
+    asyncio.run(scenario())
+    assert asked == [0, 0, 0]
+
+
 FULL = """
 import asyncio, os, subprocess, sys
 from pathlib import Path
