@@ -21,6 +21,7 @@ _VERBS = {
     "rehearse": "verify_cmd.rehearse",
     "simulate": "simulate_cmd.simulate",
     "train": "train_cmd.train",
+    "launch": "launch_cmd.launch",
     "node": "node_cmd.node",
     "status": "watch_cmd.status",
     "logs": "watch_cmd.logs",

@@ -74,6 +74,10 @@ def train(
     if place is not None:
         raise typer.Exit(_train_under_torchrun(place, run_file, overrides or [], request, json))
     run = load(run_file, [*(overrides or []), *_launcher_settings(on, hosts)])
+    if run.command.program is not None:
+        raise RunError(
+            f"{run_file}: [command] names a program of its own: start it with `phalanx launch --run-file {run_file}`."
+        )
     if run.cluster.launcher == "slurm":
         raise typer.Exit(_train_on_slurm(run, run_file.stem, request, dry_run=dry_run, json=json))
     faults = parse(chaos)  # reports errors before anything starts

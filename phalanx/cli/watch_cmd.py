@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import time
 from pathlib import Path
 from typing import Annotated
@@ -14,7 +15,7 @@ from phalanx.cli.output import console, finish
 from phalanx.dashboard.numbers import duration
 from phalanx.dashboard.summary import Summary
 from phalanx.events.log import launch_events, read_events
-from phalanx.events.records import Event, FailureNoticed, Finished, Recovered, Stopped, WorkerFailed, WorkerStarted
+from phalanx.events.records import Event, FailureNoticed, Finished, Recovered, RunStarted, Stopped, WorkerFailed, WorkerStarted
 from phalanx.events.run_logs import LogLine, LogReader
 from phalanx.events.rundir import RunDir, replace_file
 from phalanx.spec.errors import RunError
@@ -37,8 +38,10 @@ def status(run_dir: RunDirectory, json: AsJson = False) -> None:
                 ranks.discard(event.rank)
             hosts.setdefault(event.host, set()).add(event.rank)
     ago = time.time() - events[-1].time if events else 0.0
+    program = next((shlex.join(event.program) for event in events if isinstance(event, RunStarted) and event.program), None)
     result: JsonObject = {
         "state": state,
+        "program": program,
         "step": summary.steps,
         "steps": summary.planned,
         "loss": summary.loss,
@@ -50,19 +53,18 @@ def status(run_dir: RunDirectory, json: AsJson = False) -> None:
         "checkpoint": summary.checkpoint,
         "seconds_since_last_record": ago,
     }
-    console.print(
-        f"{run_dir}: {state}, step {summary.steps} of {summary.planned}, last record {duration(ago)} ago", soft_wrap=True
-    )
+    progress = program or f"step {summary.steps} of {summary.planned}"
+    console.print(f"{run_dir}: {state}, {progress}, last record {duration(ago)} ago", markup=False, soft_wrap=True)
     for host, ranks in hosts.items():
         if ranks:
             console.print(f"  {host}: ranks {', '.join(map(str, sorted(ranks)))}", soft_wrap=True)
     for event in events:
         if isinstance(event, FailureNoticed):
-            console.print(f"  step {event.step}: {event.message}", style="yellow", markup=False, soft_wrap=True)
+            at = _clock(event.time) if event.step is None else f"step {event.step}"
+            console.print(f"  {at}: {event.message}", style="yellow", markup=False, soft_wrap=True)
         elif isinstance(event, Recovered):
-            console.print(
-                f"  step {event.step}: {event.action} in {event.seconds:.1f} s, {event.steps_lost} steps lost", soft_wrap=True
-            )
+            at, lost = (_clock(event.time), "") if program else (f"step {event.step}", f", {event.steps_lost} steps lost")
+            console.print(f"  {at}: {event.action} in {event.seconds:.1f} s{lost}", soft_wrap=True)
     if summary.checkpoint is not None:
         console.print(f"  checkpoint {summary.checkpoint}", markup=False, soft_wrap=True)
     finish(json, result)

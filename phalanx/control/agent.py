@@ -30,8 +30,8 @@ from phalanx.events import heartbeat
 from phalanx.events.heartbeat import Beat
 from phalanx.events.records import StrangerRefused, Warned
 from phalanx.events.run_logs import note_size
-from phalanx.host.env import adopt
-from phalanx.host.process_tree import STOP_SIGNALS, adopt_orphans, die_with, unblock_stop_signals
+from phalanx.host.env import adopt, program_env, worker_env
+from phalanx.host.process_tree import STOP_SIGNALS, adopt_orphans, die_with, kill_session, unblock_stop_signals
 from phalanx.spec.plan import Place
 
 _BEAT = 0.2  # seconds between two reports of heartbeats
@@ -50,7 +50,9 @@ class Agent(NodeServices):
         self.slots, self._bind, self._chaos = settings.slots, settings.bind, settings.chaos
         self.last_begin: protocol.BeginGeneration | None = None
         """The order that began the newest generation."""
-        self.fork_client = ForkClient(self.rundir, self.plan, self._bind, self._on_fork_server_failure)
+        trains = self.run.command.program is None
+        environment = worker_env(self.plan, self._bind) if trains else program_env(self._bind)
+        self.fork_client = ForkClient(self.rundir, environment, self._on_fork_server_failure)
         self._controller: Controller | None = None
         self._leader = LeaderClient(self, self._lead)
         self._forked = 0
@@ -262,7 +264,7 @@ class Agent(NodeServices):
             if process is None or process.gone.is_set():
                 self.report(protocol.RankDied(rank=rank, generation=order.generation, code=-9))
                 continue
-            process.rank, process.generation = rank, order.generation
+            process.rank, process.generation, process.exit_code = rank, order.generation, None
             process.send(self._begin_rank(order, process))
             if self.stopping is not None:
                 process.send(protocol.Stop(reason=self.stopping))
@@ -332,6 +334,8 @@ class Agent(NodeServices):
                 pid, status = worker.pid, 1 << 8
             if pid:
                 worker.on_exit()
+                if self.run.command.program is not None:
+                    kill_session(worker.pid)
                 loop = asyncio.get_running_loop()
                 loop.call_later(_LAST_WORDS, self._report_death, worker, os.waitstatus_to_exitcode(status))
 

@@ -19,7 +19,7 @@ from phalanx.control.election import NodeServices
 from phalanx.control.recover import Recovery, Replanner
 from phalanx.control.watchdog import Watchdog, worker_failure
 from phalanx.events.heartbeat import Beat
-from phalanx.events.records import ControllerChanged, Event, FailureNoticed, Finished, Recovered, Step
+from phalanx.events.records import ControllerChanged, Event, FailureNoticed, Finished, Recovered, Step, Stopped
 from phalanx.host.probe import this_machine
 from phalanx.recovery.diagnose import HangReport
 from phalanx.recovery.relayout import initial_assignment
@@ -210,7 +210,10 @@ class Controller(Control):
         if generation is None or not generation.complete:
             return False
         self._watchdog.record_recovery(generation)
-        self.end(protocol.RESUMABLE if protocol.RESUMABLE in generation.ended.values() else 0)
+        code = protocol.RESUMABLE if protocol.RESUMABLE in generation.ended.values() else 0
+        if self.agent.run.command.program is not None:  # no rank knows that all of them are done
+            self.agent.emit(Stopped(step=0, reason=self.agent.stopping or "asked to stop") if code else Finished(step=0))
+        self.end(code)
         return True
 
 
@@ -248,7 +251,7 @@ def _read_history(control: Control, events: list[Event]) -> list[FailureNoticed]
         if isinstance(event, FailureNoticed):
             unrecovered[event.number] = event
             state.failures = max(state.failures, event.number)
-            state.history += (Failure(event.cause, event.rank, event.step, event.message, event.node),)
+            state.history += (Failure(event.cause, event.rank, event.step, event.message, event.node, time=event.time),)
         elif isinstance(event, Recovered):
             state.history = tuple(replace(failure, tried=failure.tried or event.action) for failure in state.history)
             for number in event.failures:

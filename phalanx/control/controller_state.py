@@ -25,7 +25,7 @@ from phalanx.recovery.relayout import replicated_elsewhere
 from phalanx.recovery.state import Failure, NodeJoined, Situation
 from phalanx.spec.layout import Layout
 from phalanx.spec.plan import Plan
-from phalanx.spec.run import Resilience, Run
+from phalanx.spec.run import Run
 
 _ANSWER_TIMEOUT = 1.0  # seconds in which a rank reports its location
 _INSPECT_TIMEOUT = 1.5  # seconds in which an agent inspects a rank that does not answer
@@ -92,7 +92,9 @@ class Generation:
 
     @property
     def step(self) -> int | None:
-        """Newest complete step that any rank has reported."""
+        """Newest complete step that any rank has reported; None if there is none, or the ranks run a program of the user's own."""
+        if not self.plan.parameters:
+            return None
         reported = [report.step for report in self.survivors.values() if report.step is not None]
         beats = [beat.step for beat in self.beats.values()]
         return max([*beats, *reported, *self.restored.values(), *self.steps_of_dead], default=None)
@@ -220,7 +222,7 @@ class ControllerState:
     last_stall_end: float = field(default_factory=time.monotonic)
     """When this process last woke from being stopped or starved: silence before that is not the fault of others."""
 
-    def situation(self, settings: Resilience, batch: int) -> Situation:
+    def situation(self, run: Run) -> Situation:
         """The input of `recovery/policy`."""
         assert self.generation is not None
         return Situation(
@@ -231,8 +233,9 @@ class ControllerState:
             history=self.history,
             dead=self.dead,
             first_step=self.first_step,
-            settings=settings,
-            batch=batch,
+            settings=run.resilience,
+            counts_steps=run.command.program is None,
+            batch=run.batch if run.command.program is None else None,
         )
 
     @property
@@ -436,6 +439,8 @@ def copy_every(run: Run, plan: Plan, assignment: Sequence[int]) -> int | None:
 
     As the run file says. By default after every step, if the loss of a rank or node would lose state and memory is plentiful.
     """
+    if run.command.program is not None:
+        return None
     if run.checkpoint.memory_every is not None:
         return run.checkpoint.memory_every
     copies = run.checkpoint.memory_copies

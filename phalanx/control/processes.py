@@ -21,11 +21,9 @@ from phalanx.control.protocol import RankFailure, RankReport, Record, decode, en
 from phalanx.events import heartbeat
 from phalanx.events.frames import Address
 from phalanx.events.rundir import RunDir
-from phalanx.host.env import worker_env
 from phalanx.host.process_tree import ModuleProcess, python_command, stop_signals_blocked
 from phalanx.recovery.diagnose import HangReport
 from phalanx.spec.json_value import JsonObject
-from phalanx.spec.plan import Plan
 
 BYTES_PER_PARAMETER = 12  # weights and two Adam moments in fp32
 _MAX_PACKET = 65536  # bytes of a message from the fork server
@@ -92,9 +90,9 @@ async def inspect_process(worker: Worker) -> HangReport:
 class ForkClient:
     """The fork server and the connection to it. It is restarted if it dies; the ranks it has forked live on."""
 
-    def __init__(self, rundir: RunDir, plan: Plan, bind: str, on_failure: Callable[[str, str], None]):
-        """`on_failure` is called with the reason and the log when the fork server cannot be started."""
-        self._rundir, self._plan, self._bind, self._on_failure = rundir, plan, bind, on_failure
+    def __init__(self, rundir: RunDir, environment: dict[str, str], on_failure: Callable[[str, str], None]):
+        """`environment`: of the ranks. `on_failure` is called with the reason and the log when the fork server cannot be started."""
+        self._rundir, self._environment, self._on_failure = rundir, environment, on_failure
         self.ready = asyncio.Event()
         """The fork server has loaded torch."""
         self._requests: dict[str, asyncio.Future[int]] = {}
@@ -112,7 +110,7 @@ class ForkClient:
                 stdout=log,
                 stderr=log,
                 pass_fds=(theirs.fileno(),),
-                env=worker_env(self._plan, self._bind),
+                env=self._environment,
                 start_new_session=True,
             )
         ours.setblocking(False)

@@ -56,8 +56,9 @@ class Recovery:
 
     def _gather(self) -> None:
         """Take what has happened by now, and record the failures."""
-        new, generation = self._state.take_events(), self._state.generation
+        now, generation = time.time(), self._state.generation
         assert generation is not None
+        new = [replace(event, time=now) if isinstance(event, Failure) else event for event in self._state.take_events()]
         self._events += new
         for event in new:
             if isinstance(event, Failure):
@@ -66,7 +67,7 @@ class Recovery:
                 self._agent.emit(failure_noticed(self._state.failures, event, generation))
 
     def _decide(self, *more: Event) -> Action:
-        situation = self._state.situation(self._control.settings, self._agent.run.batch)
+        situation = self._state.situation(self._agent.run)
         return decide(situation, (*self._events, *more), self._replanner.legal)
 
     async def _pause_to_grow(self) -> bool:
@@ -113,7 +114,7 @@ class Recovery:
         source = await self._choose_source(generation)
         if state.events:
             return False  # another rank was lost meanwhile: decide again
-        situation = state.situation(self._control.settings, self._agent.run.batch)
+        situation = state.situation(self._agent.run)
         state.history = updated_history(situation, self._events, action)
         self._record.action, self._record.step_before, self._record.restarted = action.action, generation.step, None
         plan = self._replanner.plan(action.layout)
@@ -244,6 +245,8 @@ class Replanner:
 
         if layout == self._plan.layout:
             return self._plan
+        if self._run.command.program is not None:
+            return self._with_whole_nodes(layout)
         if self._run.optimizer.sync_every > 1 and layout.data != self._plan.layout.data:
             return None  # each replica has a state of its own
         share, micro = self._run.batch // layout.replicas, self._run.train.micro_batch
@@ -256,3 +259,10 @@ class Replanner:
             return choose(run, self._machine(), size=self._size)
         except RunError:
             return None
+
+    def _with_whole_nodes(self, layout: Layout) -> Plan | None:
+        """The plan of a program of the user's own on fewer nodes; None if it may not run on so few."""
+        cluster, wanted = self._run.cluster.nodes - self._run.resilience.spares, self._plan.ranks
+        nodes, left = divmod(layout.ranks * cluster, wanted)
+        fewest = self._run.command.min_nodes or cluster
+        return replace(self._plan, layout=layout) if not left and nodes >= fewest and layout.data == layout.ranks else None

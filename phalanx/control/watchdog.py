@@ -64,7 +64,7 @@ class Watchdog:
                 generation=generation.number,
                 ranks=generation.ranks,
                 layout=asdict(generation.plan.layout),
-                source="beginning" if record.source == "disk" and step == 0 else record.source,
+                source=_source(record.source, step, trains=agent.run.command.program is None),
                 step=step,
                 steps_lost=max(0, (record.step_before or 0) - step),
                 noticed=record.noticed,
@@ -229,6 +229,13 @@ class HangDetector:
                 f"rank {rank} (node {node}) works {factor:.1f} times as long as the others in each step, and they wait for it"
             )
             self._control.agent.emit(Straggling(rank=rank, node=node, step=beats[rank].step, factor=factor, message=message))
+
+
+def _source(chosen: str, step: int, *, trains: bool) -> str:
+    """`Recovered.source`."""
+    if not trains:
+        return "program"
+    return "beginning" if chosen == "disk" and step == 0 else chosen
 
 
 def worker_failure(report: protocol.RankDied, step: int | None, rundir: RunDir) -> Failure:

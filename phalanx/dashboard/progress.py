@@ -4,6 +4,7 @@ event as it is written. A display reads nothing else and changes nothing."""
 from __future__ import annotations
 
 import math
+import shlex
 from collections import deque
 from collections.abc import Iterable
 from pathlib import Path
@@ -208,6 +209,8 @@ def step_line(event: Step, steps: int, left: float | None) -> Text:
 def _line(event: Event) -> tuple[str, str] | None:
     """Text and style of an event's line."""
     match event:
+        case RunStarted(program=[_, *_]):
+            return f"{shlex.join(event.program)} on {event.ranks} rank{'s' if event.ranks > 1 else ''}", "bold"
         case RunStarted():
             ranks = f"{event.ranks} {_DEVICES.get(event.device, event.device)} rank{'s' if event.ranks > 1 else ''}"
             work = f"{event.accumulation} × {event.micro_batch} sequences per rank and step"
@@ -239,6 +242,9 @@ def _line(event: Event) -> tuple[str, str] | None:
             return f"step {event.step}  exported for transformers: {written}", "green"
         case records.CheckpointDamaged():
             return f"checkpoint {_name(event.path)} is damaged and was skipped: {event.reason}", "yellow"
+        case records.Recovered(source="program"):
+            how = f"{_ACTIONS.get(event.action, event.action)}; the program runs on {event.ranks} ranks"
+            return f"recovered in {duration(event.seconds)}: {how}", "green"
         case records.Recovered():
             lost = f", {event.steps_lost} step{'s' if event.steps_lost > 1 else ''} to repeat" if event.steps_lost else ""
             how = f"{_ACTIONS.get(event.action, event.action)}; {event.ranks} ranks continue after step {event.step}"

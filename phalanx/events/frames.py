@@ -84,6 +84,15 @@ class BlockingChannel:
         self._socket, key = connect(address, token, use)
         self._seals = MessageSealer(key, client=True)
 
+    @property
+    def own_host(self) -> str:
+        """This side's address."""
+        return str(self._socket.getsockname()[0])
+
+    @property
+    def family(self) -> socket.AddressFamily:
+        return self._socket.family
+
     def send(self, message: JsonObject) -> None:
         self._socket.sendall(self._seals.pack(message))
 

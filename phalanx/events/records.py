@@ -44,6 +44,8 @@ class RunStarted(Event):
     compute: str
     promise: Promise | None = None
     """What the plan expects of the run; None: nothing is promised."""
+    program: list[str] = field(default_factory=list)
+    """The program of `phalanx launch`, and its arguments. Steps, parameters and batch are 0 then."""
 
 
 class WorkerStarted(Event):
@@ -289,7 +291,7 @@ class Recovered(Event):
     ranks: int
     layout: SavedLayout
     source: str
-    """Origin of the state: "live" (survivors), "memory" (replicas), "disk" (checkpoint) or "beginning" (step 0)."""
+    """Origin of the state: "live" (survivors), "memory" (replicas), "disk" (checkpoint), "beginning" (step 0) or "program" (its own)."""
     step: int
     """Step that training continued from."""
     steps_lost: int

@@ -40,13 +40,14 @@ def note_size(log: Path, size: int, time: float) -> None:
 class LogReader:
     """Reads the logs of a run as they are written."""
 
-    def __init__(self, rundir: RunDir):
-        self._folder = rundir.logs
-        self._read: dict[str, int] = {}
+    def __init__(self, rundir: RunDir, files: str = "*.log", *, from_end: bool = False):
+        """`files`: which logs, as a pattern. `from_end`: only what is written from now on."""
+        self._folder, self._files = rundir.logs, files
+        self._read = {path.name: path.stat().st_size for path in self._folder.glob(files)} if from_end else dict[str, int]()
 
     def new(self) -> list[LogLine]:
         """Lines completed since the last call, in the order of time."""
-        lines = [line for path in sorted(self._folder.glob("*.log")) for line in self._new_of(path)]
+        lines = [line for path in sorted(self._folder.glob(self._files)) for line in self._new_of(path)]
         return sorted(lines, key=lambda line: line.time)
 
     def _new_of(self, path: Path) -> Iterator[LogLine]:

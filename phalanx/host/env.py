@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sysconfig
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -96,17 +96,12 @@ def ssh_server_address() -> str | None:
 
 
 def worker_env(plan: Plan, bind: str = "127.0.0.1") -> dict[str, str]:
-    """The environment of a plan's workers on a node whose address is `bind`. Interfaces that the user has set stay."""
-    interface = interface_of(bind)
-    sockets = {"GLOO_SOCKET_IFNAME": interface} if interface else {}
-    if interface == "lo":  # every rank is on this machine; over a network, NCCL knows best
-        sockets["NCCL_SOCKET_IFNAME"] = interface
+    """The environment of a plan's workers on a node whose address is `bind`."""
     ours = {
         "OMP_NUM_THREADS": str(plan.threads),
         "MKL_NUM_THREADS": str(plan.threads),
         # Querying GPUs through NVML does not initialize CUDA, so ranks can be forked afterwards.
         "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
-        "PYTHONUNBUFFERED": "1",
     }
     if plan.device == "cpu":
         # If malloc keeps freed activations instead of returning them to the system, a step has thousands fewer page faults and
@@ -115,7 +110,69 @@ def worker_env(plan: Plan, bind: str = "127.0.0.1") -> dict[str, str]:
         layout = plan.layout
         mixes = layout.shard * layout.tensor * layout.context * layout.expert > 1
         ours |= {"MALLOC_MMAP_THRESHOLD_": str(1 << 20 if mixes else 1 << 30), "MALLOC_TRIM_THRESHOLD_": str(4 << 30)}
-    return sockets | python_env() | ours
+    return program_env(bind) | ours
+
+
+def program_env(bind: str) -> dict[str, str]:
+    """The environment of any program on a node whose address is `bind`. Interfaces that the user has set stay."""
+    interface = interface_of(bind)
+    sockets = {"GLOO_SOCKET_IFNAME": interface} if interface else {}
+    if interface == "lo":  # every rank is on this machine; over a network, NCCL knows best
+        sockets["NCCL_SOCKET_IFNAME"] = interface
+    return sockets | python_env() | {"PYTHONUNBUFFERED": "1"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProgramRank:
+    """A rank of a program that `phalanx launch` has started."""
+
+    rank: int
+    ranks: int
+    local_rank: int
+    local_ranks: int
+    node: int
+    nodes: int
+    host: str
+    """Address of rank 0."""
+    ports: tuple[int, int]
+    """Free ports there: for torch's store, and for JAX's coordinator."""
+    restarts: int
+    run_dir: str
+    progress: str
+
+    def variables(self) -> dict[str, str]:
+        """What torchrun would set, what JAX reads, and our own."""
+        ranks = {
+            "RANK": self.rank,
+            "WORLD_SIZE": self.ranks,
+            "LOCAL_RANK": self.local_rank,
+            "LOCAL_WORLD_SIZE": self.local_ranks,
+            "GROUP_RANK": self.node,
+            "NODE_RANK": self.node,
+            "GROUP_WORLD_SIZE": self.nodes,
+            "MASTER_PORT": self.ports[0],
+            "TORCHELASTIC_RESTART_COUNT": self.restarts,
+            "JAX_NUM_PROCESSES": self.ranks,
+            "JAX_PROCESS_ID": self.rank,
+        }
+        return {name: str(number) for name, number in ranks.items()} | {
+            "MASTER_ADDR": self.host,
+            "TORCHELASTIC_RUN_ID": Path(self.run_dir).name,
+            "JAX_COORDINATOR_ADDRESS": f"[{self.host}]:{self.ports[1]}" if ":" in self.host else f"{self.host}:{self.ports[1]}",
+            "PHALANX_RUN_DIR": self.run_dir,
+            "PHALANX_PROGRESS": self.progress,
+        }
+
+
+_TASK_VARIABLES = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_NTASKS", "SLURM_NTASKS_PER_NODE", "SLURM_NPROCS")
+
+
+def rank_environment(rank: ProgramRank, own: Iterable[str]) -> dict[str, str]:
+    """The environment of a rank. `own`: the user's variables, as NAME=VALUE."""
+    # Slurm's task is the agent. Libraries that look for Slurm would take each rank for the only one.
+    inherited = {name: value for name, value in os.environ.items() if name not in _TASK_VARIABLES}
+    given = {name: value for name, _, value in (entry.partition("=") for entry in own)}
+    return inherited | rank.variables() | given
 
 
 def use_loopback_only() -> None:

@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO
@@ -19,6 +20,7 @@ from phalanx.spec.json_value import JsonObject
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 """Signals that ask the run to save and end."""
+_KILL_ROUNDS, _KILL_SECONDS = 500, 0.01
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -31,10 +33,46 @@ def die_with(parent: int) -> None:
         os._exit(1)
 
 
+def outlive_parent() -> None:
+    """Undo `die_with`."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, 0)
+
+
 def adopt_orphans() -> None:
     """Become the parent of descendants whose own parent ends."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def kill_session(session: int) -> None:
+    """Kill every process of a session but its leader. Repeats until there is none: a process may just be forking."""
+    for _ in range(_KILL_ROUNDS):
+        members = [pid for pid in _processes() if pid != session and _session(pid) == session]
+        if not members:
+            return
+        for pid in members:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(_KILL_SECONDS)
+
+
+def _processes() -> list[int]:
+    """Living processes, without those that have ended and wait for their parent."""
+    return [int(name) for name in os.listdir("/proc") if name.isdecimal() and not _ended(int(name))]
+
+
+def _ended(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    except OSError:
+        return True
+
+
+def _session(pid: int) -> int | None:
+    with contextlib.suppress(ProcessLookupError):
+        return os.getsid(pid)
+    return None
 
 
 @contextlib.contextmanager

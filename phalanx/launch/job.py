@@ -39,13 +39,14 @@ def first_events(prepared: Prepared) -> list[Event]:
         version=__version__,
         ranks=plan.ranks,
         device=plan.device,
-        steps=run.steps,
+        steps=0 if run.command.program else run.steps,
         parameters=plan.parameters,
         micro_batch=plan.micro_batch,
         accumulation=plan.accumulation,
         layout=asdict(plan.layout),
         compute=plan.compute,
         promise=plan.promise,
+        program=list(run.command.program or ()),
     )
     return [started, *(Warned(message=notice) for notice in prepared.notices)]
 

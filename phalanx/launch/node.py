@@ -27,6 +27,7 @@ from phalanx.launch.agent_process import AgentProcess
 from phalanx.launch.job import agent_settings, first_events
 from phalanx.launch.launcher import StartedAgent
 from phalanx.launch.prepare import Request, prepare
+from phalanx.launch.prepare_program import prepare_program
 from phalanx.launch.slurm import end_job
 from phalanx.spec.errors import RunError
 from phalanx.spec.load import load
@@ -104,7 +105,8 @@ def _prepare(rundir: RunDir, place: NodePlace, options: NodeOptions) -> AgentSet
         )
     run = load(rundir.request_file)
     run = replace(run, cluster=replace(run.cluster, nodes=place.nodes))
-    prepared = prepare(run, rundir.path.name, Request(directory=rundir.path), started_by=Everywhere(run, place.nodes))
+    prepare_any = prepare if run.command.program is None else prepare_program
+    prepared = prepare_any(run, rundir.path.name, Request(directory=rundir.path), started_by=Everywhere(run, place.nodes))
     log = EventLog(rundir.events_file)
     for event in first_events(prepared):
         log.emit(event)

@@ -111,7 +111,7 @@ def prepare(
         if not resumes:  # a resumed run has its weights in its checkpoint
             check_weights(planned.run)
         if ranks is None:
-            _begin_launch(rundir, started_by)
+            begin_launch(rundir, started_by)
         replace_file(rundir.run_file, dump(planned.run))
         replace_file(rundir.plan_file, planned.plan.to_json())
         _copy_tokenizer(data.tokenizer.files, rundir.tokenizer)
@@ -121,7 +121,7 @@ def prepare(
         raise
 
 
-def _begin_launch(rundir: RunDir, started_by: Launcher) -> None:
+def begin_launch(rundir: RunDir, started_by: Launcher) -> None:
     """Forget the terms of an earlier launch, and check that the hosts see what they must of this one."""
     shutil.rmtree(rundir.control, ignore_errors=True)
     rundir.launch_id = secrets.token_hex(8)
@@ -205,7 +205,7 @@ def _differs(rundir: RunDir, run: Run) -> bool:
         old = load(rundir.run_file)
     except RunError:
         return True  # written by another version, or damaged: leave it alone
-    return bool(changed(old, run)) or old.steps != run.steps
+    return bool(changed(old, run)) or (run.command.program is None and old.steps != run.steps)
 
 
 def _create(rundir: RunDir) -> None:

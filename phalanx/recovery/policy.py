@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import dropwhile
+from time import localtime, strftime
 from typing import Literal
 
 from phalanx.recovery.relayout import (
@@ -162,6 +163,9 @@ WINDOW = 1000
 """New steps within which failures count against `resilience.restarts`, which shall end a run that makes no progress, not one that lasts for
 months. Steps, not hours: a program that fails after every step must end, however long its start takes."""
 
+HOUR = 3600.0
+"""Seconds within which the failures of a program count that counts no steps."""
+
 _FORGET_AFTER = 10 * WINDOW  # new steps after which a failure is forgotten: no run rolls back that far
 _MAX_LISTED = 10
 _NUMBER = re.compile(r"(?<!rank )(?<!node )\b(0x[0-9a-f]+|\d+(\.\d+)?)")
@@ -205,6 +209,8 @@ def updated_history(situation: Situation, events: Sequence[Event], action: Actio
 def verdict(situation: Situation, now: Sequence[Failure]) -> EndRun | None:
     """End the run if another attempt is pointless; None: try again."""
     known = [*situation.history, *now]
+    if now and not situation.counts_steps:
+        return _verdict_by_time(situation, [failure for failure in known if failure.time > now[-1].time - HOUR], now)
     for failure in now:
         if failure.cause == "failed" and (failure.step is None or failure.step <= situation.first_step):
             why = "The program failed before it had completed a step, so that starting it again would only repeat it."
@@ -224,6 +230,20 @@ def verdict(situation: Situation, now: Sequence[Failure]) -> EndRun | None:
     return None
 
 
+def _verdict_by_time(situation: Situation, recent: Sequence[Failure], now: Sequence[Failure]) -> EndRun | None:
+    """The verdict on a program that counts no steps: what counts are the failures of the last hour."""
+    for failure in now:
+        equal = [other for other in recent if other.cause == "failed" and _key(other) == _key(failure)]
+        if len(equal) >= SAME_FAILURE_LIMIT:
+            return EndRun(_story(f"The program failed {len(equal)} times in the same way within an hour.", equal, by_time=True))
+    if len(recent) > situation.settings.restarts:
+        count = (
+            f"There {'were' if len(recent) > 1 else 'was'} {len(recent)} failure{'s' if len(recent) > 1 else ''} within an hour"
+        )
+        return EndRun(_story(f"{count}, and resilience.restarts = {situation.settings.restarts}.", recent, by_time=True))
+    return None
+
+
 def _within_steps(steps: int, first_step: int, failures: list[Failure]) -> list[Failure]:
     """Failures within this many steps of the furthest step reached. Repeated steps are no progress: a run that never gets past its next
     checkpoint must end, too."""
@@ -237,24 +257,26 @@ def _key(failure: Failure) -> tuple[str, str, int | None]:
     return failure.cause, _NUMBER.sub("#", _first_line(failure)), failure.step
 
 
-def _story(why: str, listed: Sequence[Failure]) -> str:
+def _story(why: str, listed: Sequence[Failure], *, by_time: bool = False) -> str:
     lines = [f"The run was given up. {why}"]
     if len(listed) > _MAX_LISTED:
         lines.append(f"The last {_MAX_LISTED} of them:")
     first = max(0, len(listed) - _MAX_LISTED)
-    lines += [f"  {number}. {_describe(failure)}" for number, failure in enumerate(listed[first:], first + 1)]
+    lines += [f"  {number}. {_describe(failure, by_time)}" for number, failure in enumerate(listed[first:], first + 1)]
     causes = dict.fromkeys(failure.cause for failure in listed)
     lines += [f"Look at {_ADVICE[cause]}." for cause in causes if cause in _ADVICE]
-    lines.append("Checkpoints are untouched: the same command continues from the newest checkpoint.")
+    if not by_time:
+        lines.append("Checkpoints are untouched: the same command continues from the newest checkpoint.")
     return "\n".join(lines)
 
 
-def _describe(failure: Failure) -> str:
+def _describe(failure: Failure, by_time: bool) -> str:
+    when = f"at {strftime('%H:%M:%S', localtime(failure.time))}" if by_time else _when(failure)
     node = None if failure.node is None else f"node {failure.node}"
     rank = None if failure.rank is None else f"rank {failure.rank}"
     where = f"{rank} ({node})" if rank and node else rank or node or "no single rank"
     after = f"; then {_ACTIONS.get(failure.tried, failure.tried)}" if failure.tried else "; nothing more was tried"
-    return f"{_when(failure)}, {where}, {failure.cause}: {_first_line(failure)}{after}."
+    return f"{when}, {where}, {failure.cause}: {_first_line(failure)}{after}."
 
 
 def _when(failure: Failure) -> str:

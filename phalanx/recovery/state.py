@@ -32,6 +32,8 @@ class Failure:
     """The rank itself says that the run cannot continue, for example because nothing can be saved."""
     tried: str = ""
     """Name of the action that answered it; empty if none."""
+    time: float = 0.0
+    """When it was noticed, in seconds since 1970; 0: unknown."""
 
     @property
     def is_death(self) -> bool:
@@ -68,6 +70,8 @@ class Situation:
     first_step: int = 0
     """Step that this launch began from."""
     settings: Resilience = field(default_factory=Resilience)
+    counts_steps: bool = True
+    """False: a program of the user's own, whose steps nobody knows. Time counts instead."""
     batch: int | None = None
     """Sequences per step. If given, layouts whose replicas do not divide it are skipped early: on thousands of ranks most do not."""
 

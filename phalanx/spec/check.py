@@ -40,10 +40,13 @@ def check(run: Run) -> list[str]:
 
 def findings(run: Run) -> Iterator[Finding]:
     """Problems between keys, of a run in which every key accepts its value."""
+    if run.command.program is not None:
+        yield from apply_rules(run, _command, _spares)
+        return
     yield from apply_rules(run, _batch)
     yield from model_findings(run)
     yield from layout_findings(run)
-    yield from apply_rules(run, _data, _duration, _checkpoints, _resilience, _planned_cluster)
+    yield from apply_rules(run, _data, _duration, _checkpoints, _resilience, _spares, _planned_cluster)
 
 
 def _names(run: Run) -> list[str]:
@@ -168,11 +171,29 @@ def _resilience(run: Run) -> Iterator[str]:
             f"$resilience.rollback_after is never reached, as the run ends after {most + 1} bad steps in a row: "
             "set it to at most $resilience.max_skipped, or raise that."
         )
+
+
+def _spares(run: Run) -> Iterator[str]:
     spares, nodes = run.resilience.spares, run.cluster.nodes
     if spares >= nodes:
         fewer = f"set it to at most {nodes - 1}" if nodes > 1 else "remove it"
         remedy = f"{fewer}, or raise cluster.nodes to at least {spares + 1}"
         yield f"$resilience.spares of $cluster.nodes leaves no node to train on: {remedy}."
+
+
+def _command(run: Run) -> Iterator[str]:
+    """A program of the user's own, which `phalanx launch` starts."""
+    if not run.command.program:
+        yield '$command.program is empty: give a program and its arguments, such as ["python", "train.py"].'
+    training, fewest = run.cluster.nodes - run.resilience.spares, run.command.min_nodes
+    if fewest is not None and fewest > training > 0:
+        yield (
+            f"$command.min_nodes is more than the {training} nodes that run the program$(cluster.nodes)$(resilience.spares): set it to at "
+            f"most {training}, or raise cluster.nodes."
+        )
+    for entry in run.command.environment or ():
+        if not entry.partition("=")[0].isidentifier() or "=" not in entry:
+            yield f'$(command.environment)command.environment: "{entry}" is no variable: write it as NAME=VALUE.'
 
 
 def _planned_cluster(run: Run) -> Iterator[str]:

@@ -44,6 +44,8 @@ def _preset_is_expressible(run: Run) -> bool:
 
 def identity(run: Run) -> dict[str, Any]:
     """The keys that decide what a run computes, as opposed to where, how fast and for how long; defaults are filled in."""
+    if run.command.program is not None:
+        return {"command.program": run.command.program}
     keys = [key for table in tables_in(run) if table.split(".")[0] in _DECIDING_TABLES for key in keys_in(run, table)]
     values = {key.path: key.of(run) for key in keys if "no_effect" not in key.metadata}
     values |= {**run.model.computed_defaults, "train.batch": run.batch}
@@ -57,7 +59,7 @@ def changed(a: Run, b: Run) -> list[str]:
     before, after = identity(a), identity(b)
     return [
         f"{path}: {_text(before.get(path))} → {_text(after.get(path))}"
-        for path in sorted(before | after, key=lambda path: _DECIDING_TABLES.index(path.split(".")[0]))
+        for path in sorted(before | after, key=lambda path: [*_DECIDING_TABLES, "command"].index(path.split(".")[0]))
         if _differs(path, before, after)
     ]
 

@@ -328,6 +328,22 @@ class Watch:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Command:
+    """A program to run on every rank instead of Phalanx's own training. `phalanx launch` writes this table; of the others, only [cluster] and [resilience] are used then."""
+
+    program: tuple[str, ...] | None = None
+    """The program and its arguments, such as ["python", "train.py"]."""
+    ranks_per_node: int | None = field(default=None, metadata=within(1, 1024))
+    """Ranks on each node. Default: one per GPU, or one if there is none."""
+    min_nodes: int | None = field(default=None, metadata=within(1, 1024))
+    """The fewest nodes to continue with when others are lost and no spare is left. Default: all of them; the program waits for a lost node."""
+    hang: float | None = field(default=None, metadata=within(above=0.0))
+    """Seconds for which a rank may leave the file $PHALANX_PROGRESS untouched before it counts as hung. Default: no limit."""
+    environment: tuple[str, ...] | None = None
+    """Variables of the program's environment, such as ["NCCL_DEBUG=INFO"]."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
     """Everything that one run file says. Absent tables take their defaults."""
 
@@ -342,6 +358,7 @@ class Run:
     checkpoint: Checkpoint = Checkpoint()
     resilience: Resilience = Resilience()
     watch: Watch = Watch()
+    command: Command = Command()
 
     @property
     def batch(self) -> int:

@@ -16,6 +16,7 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
@@ -31,11 +32,16 @@ def main() -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     from phalanx.events.rundir import RunDir
     from phalanx.spec.load import load
-    from phalanx.worker import rank
-    from phalanx.worker.control_thread import ControlThread
 
     rundir = RunDir(Path(directory))
     run = load(rundir.run_file)
+    if run.command.program is not None:
+        from phalanx.worker.program_rank import CommandRank
+
+        _serve(control, agent, lambda connection: CommandRank(connection, run, rundir).serve())
+    from phalanx.worker import rank
+    from phalanx.worker.control_thread import ControlThread
+
     # What every rank would import otherwise when it builds the model and takes its first step, if the run needs it: each takes a second.
     if run.model.module is not None:
         import torch.fx.experimental.symbolic_shapes
@@ -46,6 +52,11 @@ def main() -> None:
         import torch._dynamo  # noqa: F401
     signals = rank.StopSignals()  # inherited by the ranks, so that an early stop signal is not lost
     gc.freeze()  # keeps the pages of everything loaded now shared: the garbage collector never touches them
+    _serve(control, agent, lambda connection: rank.Rank(ControlThread(connection), run, rundir, signals).serve())
+
+
+def _serve(control: socket.socket, agent: int, work: Callable[[socket.socket], int]) -> NoReturn:
+    """Fork ranks as long as the agent asks. `work`: what a rank does with its connection to the agent; returns its exit code."""
     control.send(b"{}")  # ready
     while True:
         packet, fds, _, _ = socket.recv_fds(control, _MAX_PACKET, 1)
@@ -55,7 +66,7 @@ def main() -> None:
         pid = _fork_for_agent(control, agent)
         if pid == 0:
             unblock_stop_signals()
-            _exit(rank.Rank(ControlThread(socket.socket(fileno=fds[0])), run, rundir, signals).serve())
+            _exit(work(socket.socket(fileno=fds[0])))
         for fd in fds:
             os.close(fd)
         control.send(json.dumps({"worker": request["worker"], "pid": pid}).encode())
