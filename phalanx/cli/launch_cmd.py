@@ -82,16 +82,24 @@ def launch(
         "command.environment": env or None,
     }
     overrides = [f"{key}={toml(value)}" for key, value in given.items() if value is not None] + (settings or [])
-    if program is None and run_file is None:
-        raise typer.BadParameter("give the program after --, such as `phalanx launch -- python train.py`.")
+    run, request = _load(run_file, overrides), Request(directory=run_dir, fresh=fresh)
+    launch_program = _launch_on_slurm if run.cluster.launcher == "slurm" else _launch
+    raise typer.Exit(launch_program(run, request, dry_run=dry_run, json=json))
+
+
+def _load(run_file: Path | None, overrides: list[str]) -> Run:
+    """The settings of the command line, over those of a run file if there is one."""
+    missing = "give the program after --, such as `phalanx launch -- python train.py`."
+    if run_file is None and not any(override.startswith("command.program=") for override in overrides):
+        raise typer.BadParameter(missing)
     run = loads("", name="phalanx launch", overrides=overrides) if run_file is None else load(run_file, overrides)
     if run.command.program is None:
-        raise typer.BadParameter(f"{run_file} has no command.program: give the program after --.")
-    request = Request(directory=run_dir, fresh=fresh)
-    name = _name(run.command.program)
-    if run.cluster.launcher == "slurm":
-        raise typer.Exit(_launch_on_slurm(run, name, request, dry_run=dry_run, json=json))
-    prepared = prepare_program(run, name, request)
+        raise typer.BadParameter(f"{run_file} has no command.program: {missing}")
+    return run
+
+
+def _launch(run: Run, request: Request, *, dry_run: bool, json: bool) -> int:
+    prepared = prepare_program(run, _name(run), request)
     job = Job(prepared)
     try:
         _follow(job, prepared.rundir)
@@ -99,11 +107,12 @@ def launch(
         print(f"error: {failure}", file=sys.stderr)
     code = job.exit_code or 0
     _conclude(prepared.rundir, code, json, error=job.failure.reason if job.failure is not None else None)
-    raise typer.Exit(code)
+    return code
 
 
-def _name(program: tuple[str, ...]) -> str:
+def _name(run: Run) -> str:
     """The name of a program's directory: of the script rather than of its interpreter."""
+    program = run.command.program or ()
     scripts = [word for word in program if word.endswith((".py", ".sh"))]
     return Path(scripts[0] if scripts else program[0]).stem or "program"
 
@@ -157,10 +166,11 @@ def _output(rundir: RunDir) -> Iterator[None]:
         thread.join()
 
 
-def _launch_on_slurm(run: Run, name: str, request: Request, *, dry_run: bool, json: bool) -> int:
+def _launch_on_slurm(run: Run, request: Request, *, dry_run: bool, json: bool) -> int:
     """Submits the program as a batch job and follows it. The job goes on if this process ends."""
     from phalanx.launch import slurm
 
+    name = _name(run)
     if dry_run:
         print(slurm.script(run, RunDir(request.directory or Path("runs") / name)), end="")
         return 0

@@ -164,15 +164,22 @@ class ProgramRank:
         }
 
 
-_TASK_VARIABLES = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_NTASKS", "SLURM_NTASKS_PER_NODE", "SLURM_NPROCS")
-
-
 def rank_environment(rank: ProgramRank, own: Iterable[str]) -> dict[str, str]:
     """The environment of a rank. `own`: the user's variables, as NAME=VALUE."""
-    # Slurm's task is the agent. Libraries that look for Slurm would take each rank for the only one.
-    inherited = {name: value for name, value in os.environ.items() if name not in _TASK_VARIABLES}
+    ours = rank.variables()
+    if "SLURM_JOB_ID" in os.environ:
+        # Slurm's task is the agent. For libraries that look for Slurm, it is as if srun had started the rank.
+        tasks = {
+            "PROCID": "RANK",
+            "LOCALID": "LOCAL_RANK",
+            "NODEID": "NODE_RANK",
+            "NTASKS": "WORLD_SIZE",
+            "NPROCS": "WORLD_SIZE",
+        }
+        ours |= {f"SLURM_{theirs}": ours[name] for theirs, name in tasks.items()}
+        ours |= {"SLURM_STEP_NUM_NODES": ours["GROUP_WORLD_SIZE"], "SLURM_NTASKS_PER_NODE": ours["LOCAL_WORLD_SIZE"]}
     given = {name: value for name, _, value in (entry.partition("=") for entry in own)}
-    return inherited | rank.variables() | given
+    return dict(os.environ) | ours | given
 
 
 def use_loopback_only() -> None:

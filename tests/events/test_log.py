@@ -23,6 +23,7 @@ from phalanx.spec.plan import Promise
 
 VALUES: dict[str, Any] = {
     "list[int]": [3, 4],
+    "list[str]": ["python", "a b.py"],
     "bool": True,
     "int": 7,
     "float": 0.1 + 0.2,  # needs all its digits
