@@ -68,6 +68,14 @@ class Slurm:
         self._daemons: list[subprocess.Popen[bytes]] = []
 
     def __enter__(self) -> Self:
+        try:
+            self._begin()
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+        return self
+
+    def _begin(self) -> None:
         self.folder.mkdir(mode=0o755)
         names = [f"n{host}" for host in range(self.hosts.count)]
         for name in ("state", *(f"spool-{name}" for name in names)):
@@ -92,7 +100,6 @@ class Slurm:
         for host, name in enumerate(names):
             self._start(*self.hosts.inside(host), "slurmd", "-D", "-N", name, "-f", str(conf))
         self.until(lambda: self.run("sinfo", "-h", "-N", "-o", "%t").split().count("idle") == len(names), "idle nodes")
-        return self
 
     def _start(self, *command: str) -> None:
         with (self.folder / "daemons.log").open("ab") as log:
@@ -102,7 +109,7 @@ class Slurm:
                 )
             )
 
-    def until(self, condition: object, what: str, seconds: float = 60.0) -> None:
+    def until(self, condition: object, what: str, seconds: float = 180.0) -> None:
         assert callable(condition)
         deadline = time.monotonic() + seconds
         while not condition():

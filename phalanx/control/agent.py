@@ -34,7 +34,6 @@ from phalanx.host.env import adopt, program_env, worker_env
 from phalanx.host.process_tree import STOP_SIGNALS, adopt_orphans, die_with, kill_session, unblock_stop_signals
 from phalanx.spec.plan import Place
 
-_BEAT = 0.2  # seconds between two reports of heartbeats
 _REFUSAL_RECORDS = 5.0  # seconds between two records of refused connections
 _MAX_LINE = 16 << 20  # bytes of a message from the launcher
 _LOG_BLOCK = 1 << 16  # bytes of a log that are sent at a time
@@ -67,7 +66,7 @@ class Agent(NodeServices):
         # While the fork server loads torch, which takes longer.
         self.replica_process = await asyncio.to_thread(ReplicaProcess, self.rundir, self.node, self._bind, self.token)
         asyncio.get_running_loop().add_signal_handler(signal.SIGCHLD, self._reap)
-        listener = Listener(self._bind, self.token, self._on_connection, self._on_refused)
+        listener = Listener(self._bind, self.token, self._on_connection, self._on_refused, limit=max(64, 2 * self.nodes))
         self.address = listener.address
         self.registry.announce(self.node, protocol.NodeInfo(name=self.name, address=list(self.address), pid=os.getpid()))
         tasks = [self.spawn(self._follow()), self.spawn(self._send_beats()), self.spawn(self._watch_logs())]
@@ -166,11 +165,12 @@ class Agent(NodeServices):
 
     async def _send_beats(self) -> None:
         """Report the heartbeats of the ranks, which are also the heartbeat of the node."""
+        seconds = protocol.beat_seconds(self.nodes, self.run.resilience.heartbeat)
         while True:
             beats = self._beats()
             self.report(protocol.Beats(beats=beats))
             self._faults.on_step(max((beat.step for beat in beats.values()), default=-1))
-            await asyncio.sleep(_BEAT)
+            await asyncio.sleep(seconds)
 
     def _beats(self) -> dict[str, Beat]:
         now = time.monotonic()

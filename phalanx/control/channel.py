@@ -17,7 +17,7 @@ from typing import Any
 from phalanx.events import frames
 from phalanx.events.frames import Address, Refused
 
-MAX_UNAUTHENTICATED = 64  # connections in the handshake at a time
+MAX_UNAUTHENTICATED = 64  # connections in the handshake at a time, if there are few nodes
 _MAX_UNREAD = 32 << 20  # bytes that a peer may leave unread before it counts as dead
 _LINGER = 2.0  # seconds in which queued messages can still be sent after close
 
@@ -128,14 +128,23 @@ async def _exactly(sock: socket.socket, size: int) -> bytes:
 class Listener:
     """Accepts authenticated connections on one interface, each in a task of its own."""
 
-    def __init__(self, bind: str, token: str, on_channel: Callable[[Channel], Awaitable[None]], on_refused: OnRefused):
+    def __init__(
+        self,
+        bind: str,
+        token: str,
+        on_channel: Callable[[Channel], Awaitable[None]],
+        on_refused: OnRefused,
+        *,
+        limit: int = MAX_UNAUTHENTICATED,
+    ):
         """`on_channel` runs once for each connection, which is closed when it returns. `on_refused` is called with address and reason for
-        refused peers and invalid messages."""
+        refused peers and invalid messages. `limit`: connections in the handshake at a time."""
         assert bind, "an empty name would be every interface"
         self._socket = socket.create_server((bind, 0), family=socket.AF_INET6 if ":" in bind else socket.AF_INET, backlog=512)
         self._socket.setblocking(False)
         self.address: Address = self._socket.getsockname()[:2]
         self._token, self._on_channel, self._on_refused = token, on_channel, on_refused
+        self._limit = limit
         self._handshakes: dict[asyncio.Task[None], str] = {}  # task to address, oldest first
         self._admitted: set[asyncio.Task[None]] = set()
         self._accepting = asyncio.create_task(self._accept())
@@ -149,7 +158,7 @@ class Listener:
                 await asyncio.sleep(0.05)
                 continue
             sock.setblocking(False)
-            if len(self._handshakes) >= MAX_UNAUTHENTICATED:
+            if len(self._handshakes) >= self._limit:
                 oldest = next(iter(self._handshakes))
                 self._on_refused(self._handshakes.pop(oldest), "it did not prove itself before many others came")
                 oldest.cancel()

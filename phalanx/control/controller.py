@@ -25,7 +25,7 @@ from phalanx.recovery.diagnose import HangReport
 from phalanx.recovery.relayout import initial_assignment
 from phalanx.recovery.state import Failure
 
-_HEARTBEAT = 0.3  # seconds between two heartbeats to the agents
+_HEARTBEAT = 0.3  # seconds between two heartbeats to the agents, if there are few
 _LEADERSHIP_SECONDS = 0.1  # for which this node still leads after a look at the registry, as far as records are concerned
 _JOIN_TIMEOUT = 60.0  # seconds in which all nodes must have joined a new launch
 _SPARES_TIMEOUT = 0.3  # seconds more for nodes without ranks
@@ -37,7 +37,7 @@ class Controller(Control):
 
     def __init__(self, agent: NodeServices, term: int):
         super().__init__(agent, term)
-        self._replanner = Replanner(agent.run, agent.plan, this_machine)
+        self._replanner = Replanner(agent.run, agent.plan, lambda: this_machine().times(agent.hosts))
         self._watchdog = Watchdog(self, self._replanner)
         self._leadership_checked = -_LEADERSHIP_SECONDS
 
@@ -60,7 +60,8 @@ class Controller(Control):
         elif node in self.state.members:
             self.state.members[node].last_heard = time.monotonic()
             self._handle(node, report)
-        self._changed.set()
+        if not isinstance(report, protocol.Beats | protocol.Record):  # thousands a second, and no reason to look at all ranks
+            self._changed.set()
 
     def _handle(self, node: int, report: protocol.Report) -> None:
         generation = self.state.generation
@@ -167,6 +168,7 @@ class Controller(Control):
             self.lose_node(node, "its link is down", silent=True)
 
     async def _send_heartbeats(self) -> None:
+        seconds = max(_HEARTBEAT, protocol.beat_seconds(self.agent.nodes, self.settings.heartbeat))
         while True:
             # The file first: an agent that receives the heartbeat later checks for a newer sign of life in the file.
             self.agent.registry.touch(self.agent.node)
@@ -179,7 +181,7 @@ class Controller(Control):
                 if member.channel is not None:
                     alive = protocol.ControllerAlive(term=self.term, recorded=member.recorded)
                     member.channel.post(protocol.encode(alive))
-            await asyncio.sleep(_HEARTBEAT)
+            await asyncio.sleep(seconds)
 
     # --- the run ---
 

@@ -29,7 +29,8 @@ from phalanx.spec.run import Run
 
 _ANSWER_TIMEOUT = 1.0  # seconds in which a rank reports its location
 _INSPECT_TIMEOUT = 1.5  # seconds in which an agent inspects a rank that does not answer
-_QUIET = 0.6  # seconds without a report after which a node may be lost; agents report every 0.2 s
+_QUIET = 3  # heartbeats that may be missing before a node may be lost
+_CHECKING = 0.1  # part of the time that may be spent on looking whether a condition holds
 _OFFER_SECONDS = 1.5  # in which another node claims a term that is offered
 _STALL = 1.0  # seconds without a heartbeat, after which this process was itself stopped or starved
 _MEMORY_FRACTION = 0.4  # part of the free memory that replicas may take which nobody asked for
@@ -288,19 +289,24 @@ class Control:
                 self.agent.spawn(self.agent.obey(order))
 
     async def wait(self, seconds: float) -> None:
-        """Wait for a report."""
-        self._changed.clear()
+        """Wait for a report, unless one has come since the last call."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._changed.wait(), seconds)
+        self._changed.clear()
 
     async def until(self, condition: Callable[[], bool], seconds: float) -> bool:
         """Wait until the condition holds; False if it does not in time."""
-        deadline = time.monotonic() + seconds
+        now = time.monotonic()
+        deadline = now + seconds
         while not condition():
+            # With thousands of ranks this takes milliseconds, and their reports come in thousands.
+            checked = time.monotonic() - now
             left = deadline - time.monotonic()
             if left <= 0 or self._deposed:
                 return False
+            await asyncio.sleep(checked / _CHECKING)
             await self.wait(min(left, 0.25))
+            now = time.monotonic()
             self.check_silent_nodes()
         return True
 
@@ -326,7 +332,7 @@ class Control:
 
         def heard() -> bool:
             last = min((member.last_heard for member in state.members.values() if member.channel is not None), default=math.inf)
-            return time.monotonic() - last < _QUIET
+            return time.monotonic() - last < _QUIET * protocol.beat_seconds(self.agent.nodes, self.settings.heartbeat)
 
         await self.until(heard, self.settings.heartbeat)  # others that are silent, too, are lost a moment later
         return len(state.unreachable) > len(state.members)

@@ -81,6 +81,7 @@ class NodeServices(ABC):
     def __init__(self, settings: protocol.AgentSettings):
         self.rundir = RunDir(Path(settings.run_dir))
         self.node, self.nodes, self.token = settings.node, settings.nodes, settings.token
+        self.hosts = settings.hosts
         self.sees_launch = self.rundir.launch_id == settings.launch
         """This host sees the run directory of the launcher."""
         if not self.sees_launch:

@@ -31,12 +31,13 @@ class HostGroup(ABC):
     def __init__(self, run: Run, names: list[str]):
         """`names`: of the hosts, for messages."""
         self._run, self._names, self.nodes = run, names, len(names)
+        self.hosts = max(1, self.nodes - run.resilience.spares)
         self._reports: list[HostReport] = []
 
     def machine(self) -> Machine:
         """The hosts that train, as one machine."""
         self._reports = self._ask(HostQuestion(run_dir=os.getcwd(), launch=""))
-        training = self._reports[: max(1, self.nodes - self._run.resilience.spares)]
+        training = self._reports[: self.hosts]
         gpus = min(self._slots(node, report) for node, report in enumerate(training))
         return replace(
             training[0].machine,

@@ -61,6 +61,7 @@ def agent_settings(prepared: Prepared, chaos: str) -> AgentSettings:
         registry=prepared.launcher.registry,
         nodes=nodes,
         slots=-(-prepared.plan.ranks // max(1, nodes - run.resilience.spares)),
+        hosts=prepared.launcher.hosts,
         token=secrets.token_hex(32),
         bind=run.cluster.bind,
         chaos=chaos,

@@ -42,6 +42,8 @@ class Launcher(Protocol):
     """Where the agents meet: `AgentSettings.registry`."""
     nodes: int
     """Number of nodes."""
+    hosts: int
+    """Computers that the nodes are on, without those of spare nodes."""
     restart_after: float | None
     """Seconds after which the agent of a lost node is started again; None: never."""
 

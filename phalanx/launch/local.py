@@ -19,6 +19,7 @@ class Local:
     """Implements `launch/launcher.Launcher`."""
 
     registry = "folder"
+    hosts = 1
 
     def __init__(self, run: Run):
         self._run = run

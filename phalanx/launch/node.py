@@ -48,11 +48,10 @@ class Everywhere:
     restart_after: float | None = None
 
     def __init__(self, run: Run, nodes: int):
-        self.nodes, self._training = nodes, max(1, nodes - run.resilience.spares)
+        self.nodes, self.hosts = nodes, max(1, nodes - run.resilience.spares)
 
     def machine(self) -> Machine:
-        one, count = this_machine(), self._training
-        return replace(one, nodes=count, cores=one.cores * count, memory=one.memory * count, gpus=one.gpus * count)
+        return this_machine().times(self.hosts)
 
     def check(self, rundir: RunDir) -> None:
         """The hosts have shown that they see the run directory by reading their settings there."""

@@ -4,7 +4,7 @@ plan, and launcher, trainer and dashboard read both."""
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal
 
 from phalanx.spec.json_value import JsonObject
@@ -39,6 +39,10 @@ class Machine:
     """Computers that cores, memory and GPUs are the sum of."""
     measured: tuple[tuple[str, float], ...] = ()
     """What `phalanx bench` or a comparison with a run measured here, by names such as "cpu.launch"; plans use it."""
+
+    def times(self, count: int) -> Machine:
+        """So many computers like this one, as one."""
+        return replace(self, nodes=count, cores=self.cores * count, memory=self.memory * count, gpus=self.gpus * count)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

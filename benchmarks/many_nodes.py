@@ -1,0 +1,375 @@
+"""What the control plane costs on thousands of nodes: light agents, with ranks that only exist on paper, join the real controller over real
+connections, beat, lose nodes and recover.
+
+    python benchmarks/many_nodes.py [--nodes 2048] [--ranks-per-node 8] [--lost 10] [--processes 4]
+
+Reports CPU time and messages of the controller per second while the run is steady, and for each loss the seconds until the controller has
+noticed it, decided, and all ranks of the next generation have begun. `lost`: connections end, as when processes die. `silent`: the nodes just say nothing
+more, as behind a cut link. There is a spare for the first loss; after the second, the run shrinks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from phalanx.control import protocol
+from phalanx.control.channel import Channel, Listener
+from phalanx.control.controller import Controller
+from phalanx.control.election import LeaderClient, NodeServices
+from phalanx.control.recover import Replanner
+from phalanx.events.heartbeat import Beat
+from phalanx.events.log import EventReader
+from phalanx.events.records import Event, FailureNoticed, Recovered, RunStarted, encode
+from phalanx.events.rundir import RunDir
+from phalanx.spec.layout import Layout
+from phalanx.spec.plan import Gpu, Machine, Plan
+
+RUN = """
+[model]
+preset = "llama3-8b"
+[train]
+batch = {batch}
+sequence_length = 1024
+steps = 1000000
+[cluster]
+gpu = "h100-sxm"
+gpus = {gpus}
+nodes = {nodes}
+[resilience]
+spares = {spares}
+restarts = 100000
+"""
+TOKEN = "0" * 64
+STEADY_SECONDS = 10.0
+_STEP_SECONDS = 1.0  # of the ranks on paper
+
+
+def one_node() -> Machine:
+    """A node of the cluster that is simulated."""
+    gpu = Gpu(name="NVIDIA H100 80GB HBM3", memory=80 << 30)
+    return Machine(host="node", cpu="some", cores=96, memory=1 << 40, gpus=(gpu,) * 8)
+
+
+class CountingController(Controller):
+    """Counts messages by their names."""
+
+    def __init__(self, agent: NodeServices, term: int, count: Counter[str]):
+        super().__init__(agent, term)
+        self._replanner = Replanner(agent.run, agent.plan, lambda: one_node().times(agent.hosts))
+        self._count = count
+
+    def receive(self, node: int, report: protocol.Report, channel: Channel | None = None) -> None:
+        self._count[f"received {type(report).__name__}"] += 1
+        super().receive(node, report, channel)
+
+    def order(self, order: protocol.Order) -> None:
+        self._count[f"sent {type(order).__name__}"] += len(self.state.members)
+        super().order(order)
+
+
+class LightAgent(NodeServices):
+    """The agent of a node whose ranks are numbers. `count` receives the name of each message that its controller handles."""
+
+    def __init__(self, settings: protocol.AgentSettings):
+        super().__init__(settings)
+        self.slots, self._bind = settings.slots, settings.bind
+        self._controller: Controller | None = None
+        self._leader = LeaderClient(self, self._lead)
+        self._ranks: list[int] = []
+        self._generation, self._began = -1, 0.0
+        self.last_begin: protocol.BeginGeneration | None = None
+        self.count: Counter[str] = Counter()
+        self.silent = False
+        self._own: list[asyncio.Task[Any]] = []
+
+    async def live(self) -> None:
+        limit = max(64, 2 * self.nodes)
+        self._listener = Listener(self._bind, TOKEN, self._on_connection, lambda address, reason: None, limit=limit)
+        self.address = self._listener.address
+        self.registry.announce(self.node, protocol.NodeInfo(name=self.name, address=list(self.address), pid=os.getpid()))
+        self._own = [self.spawn(self._leader.follow()), self.spawn(self._send_beats())]
+
+    async def lose(self) -> None:
+        """End at once, as a killed process does."""
+        for task in self._own:
+            task.cancel()
+        await self._listener.close()
+
+    async def _on_connection(self, channel: Channel) -> None:
+        join = protocol.decode(await channel.receive())
+        if isinstance(join, protocol.Join) and self._controller is not None:
+            await self._controller.serve_member(channel, join)
+
+    async def _lead(self, term: int) -> None:
+        self._controller = controller = CountingController(self, term, self.count)
+        self.records.connect(controller.record)
+        try:
+            controller.receive(self.node, self.join_report())
+            await controller.lead()
+        finally:
+            self.records.connect(None)
+            self._controller = None
+
+    def join_report(self) -> protocol.Join:
+        workers = {
+            f"{self.node}.{rank}": protocol.WorkerInfo(rank=rank, generation=self._generation, exit_code=None)
+            for rank in self._ranks
+        }
+        return protocol.Join(
+            node=self.node,
+            name=self.name,
+            slots=self.slots,
+            replica_server=["127.0.0.1", 1],
+            workers=workers,
+            last_begin=self.last_begin,
+            step=self._step if self._ranks else None,
+            stopping=None,
+        )
+
+    @property
+    def _step(self) -> int:
+        return int((time.monotonic() - self._began) / _STEP_SECONDS)
+
+    def reachable(self, node: int) -> bool:
+        return not self.silent
+
+    def report(self, report: protocol.Report) -> None:
+        if self.silent:
+            return
+        if self._controller is not None:
+            self._controller.receive(self.node, report)
+        else:
+            self._leader.send(report)
+
+    async def _send_beats(self) -> None:
+        while True:
+            age = (time.monotonic() - self._began) % _STEP_SECONDS
+            beat = Beat(self._step, "computing", age, _STEP_SECONDS, 0.5, self._step, self._generation)
+            self.report(protocol.Beats(beats={str(rank): beat for rank in self._ranks}))
+            await asyncio.sleep(protocol.beat_seconds(self.nodes, self.run.resilience.heartbeat))
+
+    def drop_link(self, node: int) -> None: ...
+
+    async def obey(self, order: protocol.Order) -> None:
+        ours = self._ranks
+        match order:
+            case protocol.BeginGeneration():
+                self.last_begin, self._generation, self._began = order, order.generation, time.monotonic()
+                self._ranks = ours = [rank for rank, node in enumerate(order.assignment) if node == self.node]
+                names = {str(rank): f"{self.node}.{rank}" for rank in ours}
+                self.report(protocol.RanksBegan(generation=order.generation, names=names))
+                for kind in (partial(protocol.RankRestored, step=0), protocol.FirstStepDone):
+                    for rank in ours:
+                        self.report(kind(generation=order.generation, rank=rank))
+            case protocol.Halt():
+                for rank in ours:
+                    state = protocol.SurvivorReport(generation=order.generation, rank=rank, step=0, divisor=1.0, bad=0.0)
+                    self.report(state)
+            case protocol.HandOff():
+                for rank in set(ours) & set(order.contributors):
+                    self.report(protocol.HandedOff(generation=order.generation, rank=rank, covered=True))
+
+
+def settings_of(folder: Path, node: int, nodes: int, slots: int) -> protocol.AgentSettings:
+    return protocol.AgentSettings(
+        run_dir=str(folder),
+        launch="many",
+        files={},
+        registry="folder",
+        node=node,
+        nodes=nodes,
+        slots=slots,
+        hosts=nodes,
+        token=TOKEN,
+        bind="127.0.0.1",
+        chaos="",
+        environment={},
+        parent=None,
+    )
+
+
+async def serve(folder: Path, first: int, last: int, nodes: int, slots: int) -> None:
+    """Run these nodes. Commands come on standard input: `lose 3 4`, `silence 3 4`, `usage`."""
+    loop, commands = asyncio.get_running_loop(), asyncio.StreamReader()
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(commands), sys.stdin)
+    agents = {node: LightAgent(settings_of(folder, node, nodes, slots)) for node in range(first, last)}
+    for agent in agents.values():
+        await agent.live()
+    while line := (await commands.readline()).decode().split():
+        word, chosen = line[0], [agents[int(node)] for node in line[1:] if int(node) in agents]
+        for agent in chosen:
+            if word == "lose":
+                await agent.lose()
+            else:
+                agent.silent = True
+        if word == "usage":
+            count = sum((agent.count for agent in agents.values()), Counter())
+            print(json.dumps({"cpu": time.process_time(), "time": time.monotonic(), "count": count}), flush=True)
+    os._exit(0)
+
+
+class ManyNodes:
+    """The processes of a simulated cluster. Node 0, the first controller, has one of its own."""
+
+    def __init__(self, folder: Path, *, nodes: int, slots: int, spares: int, processes: int):
+        self.folder, self._events = folder, EventReader(folder / "events.jsonl")
+        training = nodes - spares
+        rundir = RunDir(folder)
+        rundir.create()
+        rundir.launch_id = "many"
+        values = {"batch": training * slots, "gpus": training * slots, "nodes": nodes, "spares": spares}
+        rundir.run_file.write_text(RUN.format(**values))
+        layout = Layout(data=training * slots // 8, tensor=8) if slots == 8 else Layout(data=training * slots)
+        plan = Plan(
+            layout=layout,
+            device="cuda",
+            threads=1,
+            micro_batch=1,
+            accumulation=8,
+            compute="bf16",
+            parameters=8_000_000_000,
+            flops_per_token=5e10,
+            peak_flops=None,
+        )
+        rundir.plan_file.write_text(plan.to_json())
+        started = RunStarted(
+            time=time.time(),
+            version="",
+            ranks=plan.ranks,
+            device="cuda",
+            steps=1,
+            parameters=1,
+            micro_batch=1,
+            accumulation=1,
+            layout={},
+            compute="bf16",
+        )
+        rundir.events_file.write_text(encode(started) + "\n")
+        share = -(-(nodes - 1) // processes)
+        ranges = [(0, 1), *((first, min(nodes, first + share)) for first in range(1, nodes, share))]
+        self.processes = [
+            subprocess.Popen(
+                [sys.executable, __file__, "--serve", *map(str, (folder, first, last, nodes, slots))],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for first, last in ranges
+        ]
+
+    def tell(self, *words: object) -> None:
+        for process in self.processes:
+            assert process.stdin is not None
+            with suppress(OSError):
+                process.stdin.write(" ".join(map(str, words)) + "\n")
+                process.stdin.flush()
+
+    def usage(self) -> dict[str, Any]:
+        """CPU seconds and messages of the controller so far."""
+        controller = self.processes[0]
+        assert controller.stdin is not None and controller.stdout is not None
+        controller.stdin.write("usage\n")
+        controller.stdin.flush()
+        answer: dict[str, Any] = json.loads(controller.stdout.readline())
+        return answer
+
+    def until(self, condition: Any, what: str, seconds: float = 300.0) -> list[Event]:
+        """The new records up to the first that the condition holds for."""
+        found, deadline = [], time.monotonic() + seconds
+        while True:
+            for event in self._events.new():
+                found.append(event)
+                if condition(event):
+                    return found
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"waited {seconds:.0f} s for {what}")
+            time.sleep(0.02)
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.wait()
+            for stream in (process.stdin, process.stdout):
+                if stream is not None:
+                    stream.close()
+
+
+def began(cluster: ManyNodes, nodes: int, seconds: float = 300.0) -> float:
+    """Wait until the first generation has begun everywhere; returns the seconds that it took."""
+    begin, wanted = time.monotonic(), 0
+    while True:
+        count = cluster.usage()["count"]
+        wanted = count.get("received FirstStepDone", 0)
+        if wanted >= nodes:
+            return time.monotonic() - begin
+        if time.monotonic() > begin + seconds:
+            raise TimeoutError(f"{wanted} of {nodes} ranks began within {seconds:.0f} s: {count}")
+        time.sleep(0.1)
+
+
+def measure(nodes: int, slots: int, lost: int, processes: int, steady: float = STEADY_SECONDS) -> dict[str, Any]:
+    """Start, watch a steady run, and lose nodes twice."""
+    with tempfile.TemporaryDirectory() as folder:
+        cluster = ManyNodes(Path(folder), nodes=nodes, slots=slots, spares=lost, processes=processes)
+        try:
+            result: dict[str, Any] = {"nodes": nodes, "ranks": (nodes - lost) * slots}
+            result["start"] = began(cluster, (nodes - lost) * slots)
+            before = cluster.usage()
+            time.sleep(steady)
+            after = cluster.usage()
+            seconds = after["time"] - before["time"]
+            sent = {name: (after["count"][name] - before["count"].get(name, 0)) / seconds for name in after["count"]}
+            result["steady"] = {
+                "controller CPU": (after["cpu"] - before["cpu"]) / seconds,
+                "messages per second": {name: rate for name, rate in sent.items() if rate},
+            }
+            for number, word in enumerate(("lose", "silence")):
+                # Not the controller's, and not next to each other.
+                chosen = [1 + number + 2 * index for index in range(lost)]
+                begin = time.time()
+                cluster.tell(word, *chosen)
+                events = cluster.until(lambda event: isinstance(event, Recovered), "the recovery")
+                noticed = [event for event in events if isinstance(event, FailureNoticed)]
+                recovered = events[-1]
+                assert isinstance(recovered, Recovered)
+                result[word] = {
+                    "nodes noticed": len({event.node for event in noticed}),
+                    "action": recovered.action,
+                    "ranks": recovered.ranks,
+                    "noticed after": recovered.noticed - begin,
+                    "decided after notice": recovered.decided - recovered.noticed,
+                    "begun after notice": recovered.first_step - recovered.noticed,
+                }
+            return result
+        finally:
+            cluster.close()
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["--serve"]:
+        folder, *numbers = sys.argv[2:]
+        asyncio.run(serve(Path(folder), *map(int, numbers)))
+        return
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--nodes", type=int, default=2048)
+    parser.add_argument("--ranks-per-node", type=int, default=8)
+    parser.add_argument("--lost", type=int, default=10)
+    parser.add_argument("--processes", type=int, default=4, help="processes that the agents share")
+    options = parser.parse_args()
+    print(json.dumps(measure(options.nodes, options.ranks_per_node, options.lost, options.processes), indent=2))
+
+
+if __name__ == "__main__":
+    main()
