@@ -52,6 +52,7 @@ class Agent(NodeServices):
         trains = self.run.command.program is None
         environment = worker_env(self.plan, self._bind) if trains else program_env(self._bind)
         self.fork_client = ForkClient(self.rundir, environment, self._on_fork_server_failure)
+        self._kept: protocol.KeepWorkers | None = None
         self._controller: Controller | None = None
         self._leader = LeaderClient(self, self._lead)
         self._forked = 0
@@ -212,6 +213,8 @@ class Agent(NodeServices):
     async def obey(self, order: protocol.Order) -> None:
         """Carry out an order of the controller."""
         match order:
+            case protocol.KeepWorkers():
+                self._kept = order
             case protocol.BeginGeneration():
                 await self._begin(order)
             case protocol.Halt() | protocol.Pause() | protocol.LocateRanks():
@@ -245,7 +248,8 @@ class Agent(NodeServices):
     async def _begin(self, order: protocol.BeginGeneration) -> None:
         """Start this node's ranks of a generation: survivors by name, the others forked now. Workers without a rank are killed."""
         self.last_begin = order
-        names = {rank: order.workers[rank] for rank, node in enumerate(order.assignment) if node == self.node}
+        kept = self._kept.names if self._kept is not None and self._kept.generation == order.generation else {}
+        names = {rank: kept.get(str(rank)) for rank, node in enumerate(order.assignment) if node == self.node}
         survivors = {name for name in names.values() if name is not None}
         for worker in self.workers.values():
             if worker.name not in survivors and worker.exit_code is None:

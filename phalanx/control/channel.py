@@ -49,12 +49,20 @@ class Channel:
         with suppress(ConnectionError):
             self._write(message)
 
+    def post_body(self, body: bytes) -> None:
+        """As `post`, of a message that is encoded already."""
+        with suppress(ConnectionError):
+            self._write_body(body)
+
     def _write(self, message: dict[str, Any]) -> None:
+        self._write_body(frames.to_body(message))
+
+    def _write_body(self, body: bytes) -> None:
         if self._ended is not None:
             raise ConnectionError(f"{self.address}: {self._ended}")
         if self._writer.transport.is_closing():
             raise self._end("the connection ended")
-        self._writer.write(self._sealer.pack(message))
+        self._writer.write(self._sealer.pack_body(body))
         if self._writer.transport.get_write_buffer_size() > _MAX_UNREAD:
             self._writer.transport.abort()
             raise self._end(f"it has left {_MAX_UNREAD >> 20} MiB unread")

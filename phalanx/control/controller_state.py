@@ -7,8 +7,9 @@ import asyncio
 import contextlib
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 
 from phalanx.checkpointing.replicas import replica_index, shm_slots
 from phalanx.control import protocol
@@ -16,7 +17,7 @@ from phalanx.control.channel import Channel
 from phalanx.control.election import NodeServices
 from phalanx.control.processes import BYTES_PER_PARAMETER
 from phalanx.control.store_server import KeyValueStore
-from phalanx.events.frames import Address
+from phalanx.events.frames import Address, to_body
 from phalanx.events.heartbeat import Beat
 from phalanx.events.records import WorkerFailed
 from phalanx.recovery import state as policy
@@ -282,11 +283,19 @@ class Control:
         if not self.leads:
             return
         order = replace(order, term=self.term)
+        body = to_body(protocol.encode(order))  # once for all: there may be thousands of nodes
         for member in self.state.members.values():
             if member.channel is not None:
-                member.channel.post(protocol.encode(order))
+                member.channel.post_body(body)
             else:
                 self.agent.spawn(self.agent.obey(order))
+
+    def _send(self, member: Member, order: protocol.Order) -> None:
+        """Send an order to one node."""
+        if member.channel is not None:
+            member.channel.post(protocol.encode(order))
+        else:
+            self.agent.spawn(self.agent.obey(order))
 
     async def wait(self, seconds: float) -> None:
         """Wait for a report, unless one has come since the last call."""
@@ -407,12 +416,14 @@ class Control:
             await self.set_replica_peers()
         state.generation = Generation(number, plan, assignment, self.term)
         state.unreachable.clear()
+        for node, own in _by_node(assignment, names).items():
+            if node in state.members:
+                self._send(state.members[node], protocol.KeepWorkers(term=self.term, generation=number, names=own))
         self.order(
             protocol.BeginGeneration(
                 generation=number,
                 plan=plan,
-                assignment=list(assignment),
-                workers=[names.get(rank) for rank in range(len(assignment))],
+                nodes=[[node, len(list(ranks))] for node, ranks in groupby(assignment)],
                 source=source,
                 store=list(self.agent.address),
                 copy_every=state.copy_every,
@@ -438,6 +449,15 @@ class Control:
                 member.channel.post(protocol.encode(protocol.Done(term=self.term, outcome=outcome)))
         asyncio.get_running_loop().call_later(0.05, self.agent.finish, outcome)
         self.agent.outcome = outcome
+
+
+def _by_node(assignment: Sequence[int], names: Mapping[int, str | None]) -> dict[int, dict[str, str]]:
+    """The processes that each node keeps, by rank."""
+    kept: dict[int, dict[str, str]] = {}
+    for rank, node in enumerate(assignment):
+        if (name := names.get(rank)) is not None:
+            kept.setdefault(node, {})[str(rank)] = name
+    return kept
 
 
 def copy_every(run: Run, plan: Plan, assignment: Sequence[int]) -> int | None:

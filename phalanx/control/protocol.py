@@ -255,15 +255,20 @@ class ControllerAlive(Order):
     """Records that have arrived on this connection."""
 
 
+class KeepWorkers(Order):
+    """To one node, before `BeginGeneration`: its processes that become ranks of that generation, by rank. The others are new."""
+
+    generation: int
+    names: dict[str, str]
+
+
 class BeginGeneration(Order):
-    """Start a generation of ranks."""
+    """Start a generation of ranks. The same message goes to all nodes, so that it is encoded once."""
 
     generation: int
     plan: Plan
-    assignment: list[int]
-    """Node of each rank."""
-    workers: list[str | None]
-    """For each rank the name of the surviving process that becomes it; None: a new process."""
+    nodes: list[list[int]]
+    """Nodes in the order of ranks, each with the number of ranks that are next to each other there."""
     source: StateSource
     store: list[Any]
     """Host and port of the generation's key-value store."""
@@ -273,6 +278,11 @@ class BeginGeneration(Order):
     """The ranks restore, save and end."""
     author: int
     """Node of the controller."""
+
+    @property
+    def assignment(self) -> tuple[int, ...]:
+        """Node of each rank."""
+        return tuple(node for node, ranks in self.nodes for _ in range(ranks))
 
 
 class Halt(Order):

@@ -38,6 +38,11 @@ class Refused(ConnectionError):
     """The peer does not know the token, or sent something that no peer with the token sends."""
 
 
+def to_body(message: JsonObject) -> bytes:
+    """A message as bytes, for `MessageSealer.pack_body`."""
+    return json.dumps(message).encode()
+
+
 class MessageSealer:
     """Seals outgoing messages and opens incoming ones. Messages are numbered in each direction; the numbers are not sent."""
 
@@ -46,7 +51,10 @@ class MessageSealer:
         self._sent = self._received = 0
 
     def pack(self, message: JsonObject) -> bytes:
-        body = json.dumps(message).encode()
+        return self.pack_body(to_body(message))
+
+    def pack_body(self, body: bytes) -> bytes:
+        """A message that is encoded already."""
         if len(body) > MAX_MESSAGE:
             raise ValueError(f"a message of {len(body)} bytes: at most {MAX_MESSAGE} can be sent at once")
         seal = self._seal(self._out, self._sent, body)

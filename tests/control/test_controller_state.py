@@ -147,7 +147,7 @@ def test_messages_survive_json() -> None:
         flops_per_token=60.0, peak_flops=None, promise=promise, placement={"nodes": [[0, 1]]},
     )  # fmt: skip
     begin = BeginGeneration(
-        term=2, generation=3, plan=plan, assignment=[0], workers=[None], source=source,
+        term=2, generation=3, plan=plan, nodes=[[0, 1]], source=source,
         store=["127.0.0.1", 2], copy_every=None, save_only=False, author=0,
     )  # fmt: skip
     worker = WorkerInfo(rank=0, generation=3, exit_code=None)
