@@ -81,7 +81,7 @@ def recorded(address: Address) -> tuple[list[bytes], list[bytes]]:
     """What an honest client said, and what it was answered, part by part."""
     with socket.create_connection(address) as sock:
         said, heard = [], [frames.receive_exactly(sock, frames.NONCE, time.monotonic() + 60)]
-        handshake = frames.client_handshake(meeting.TOKEN, frames.CONTROL, "the server")
+        handshake = frames.client_handshake(meeting.TOKEN, frames.CONTROL, address)
         next(handshake)
         said.append(handshake.send(heard[0])[0])
         sock.sendall(said[0])
@@ -94,7 +94,9 @@ def recorded(address: Address) -> tuple[list[bytes], list[bytes]]:
             sock.sendall(part)
             said.append(part)
         for _ in range(4):
-            heard.append(frames.receive_exactly(sock, frames.HEADER + len('{"value": true}'), time.monotonic() + 60))
+            heard.append(
+                frames.receive_exactly(sock, frames.HEADER + frames.SEAL + len('{"value": true}'), time.monotonic() + 60)
+            )
     return said, heard
 
 
