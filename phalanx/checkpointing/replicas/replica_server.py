@@ -33,7 +33,7 @@ from phalanx.checkpointing.format import BLOCK
 from phalanx.checkpointing.replicas.shm_slots import ADDRESS, SLOTS, RankCopy, SlotDir, machine_id
 from phalanx.events import frames
 from phalanx.events.frames import Address, Refused
-from phalanx.events.rundir import replace_file
+from phalanx.events.rundir import replace_private_file
 
 _CHECKSUM_THREADS = 2  # per copy: the cores are for training
 _MAX_UNPROVEN = 64  # connections that have not proved the token yet
@@ -154,8 +154,8 @@ class ReplicaServer:
             "discard": lambda message: self.slots.discard(int(message["before"]), message.get("after")),
             "peers": self._set_peers,
         }
-        # For this node's workers. Only this user can read the folder.
-        replace_file(folder / ADDRESS, json.dumps({"address": self.address, "token": token, "node": node}))
+        # For this node's workers.
+        replace_private_file(folder / ADDRESS, json.dumps({"address": self.address, "token": token, "node": node}))
 
     def serve(self) -> None:
         """Accept connections until `close`."""
