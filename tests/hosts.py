@@ -100,8 +100,10 @@ class Hosts:
         elsewhere = ", ".join(f"{address} : {other}" for address, other in towards.items())
         rules = "type nat hook output priority -100"
         rule = f"ip daddr {{ {', '.join(towards)} }} tcp dport {ports[0]}-{ports[-1]} dnat to ip daddr map {{ {elsewhere} }}"
-        text = f"table ip middle {{ chain out {{ {rules}; {rule}; }} }}"
+        text = f"table ip middle {{\n chain out {{\n {rules};\n {rule}\n }}\n }}\n"
         subprocess.run([*self._nsenter(host), "nft", "-f", "-"], input=text, check=True, text=True)
+        liberal = "net.netfilter.nf_conntrack_tcp_be_liberal=1"  # else what ends a connection early may not be passed on
+        subprocess.run([*self._nsenter(host), "sysctl", "-q", liberal], check=True)
 
     def add_address(self, address: str) -> None:
         """Another address of this machine in the network of the hosts."""

@@ -51,6 +51,7 @@ memory_every = 1
 [resilience]
 spares = {spares}
 """
+Losses = dict[int, tuple[float, int | None]]
 ATTACKED = 5  # step at which it begins
 
 
@@ -89,7 +90,7 @@ def run(running: Job, during: Callable[[], None]) -> list[Event]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, tuple[float, int | None]]:
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Losses:
     """Losses and batches of the run on this machine alone."""
     return losses(list(job(tmp_path_factory.mktemp("alone") / "run", None).events()))
 
@@ -120,9 +121,7 @@ def ours(hosts: Hosts) -> dict[str, list[Address]]:
     return found
 
 
-def test_strangers_on_every_port_disturb_nothing(
-    tmp_path: Path, hosts: Hosts, undisturbed: dict[int, tuple[float, int | None]]
-) -> None:
+def test_strangers_on_every_port_disturb_nothing(tmp_path: Path, hosts: Hosts, undisturbed: Losses) -> None:
     running = job(tmp_path / "run", hosts, nodes=3, spares=1)
     token, draw = running._settings.token, random.Random(8)
 
@@ -147,7 +146,7 @@ def test_strangers_on_every_port_disturb_nothing(
                         frames.connect(address, "another token", uses[kind])
                 # Nobody answers strangers on gloo's ports.
                 patience = 10.0 if kind in uses else 0.01
-                arguments = (address, 150, random.Random(draw.random()), conversation, patience)
+                arguments = (address, 400, random.Random(draw.random()), conversation, patience)
                 attacks.append(threading.Thread(target=attack, args=arguments))
         silent = [socket.create_connection(address) for found in ports.values() for address in found for _ in range(100)]
         for thread in attacks:
@@ -166,7 +165,7 @@ def test_strangers_on_every_port_disturb_nothing(
         "it did not answer the greeting",
         "it did not prove itself before many others came",
     }
-    assert len(replica_refusals(running)) >= 3 * 150
+    assert len(replica_refusals(running)) >= 3 * 400
     assert token not in running.rundir.events_file.read_text()
 
 
@@ -186,6 +185,9 @@ def test_token_is_seen_by_nobody(tmp_path: Path, hosts: Hosts) -> None:
     assert not found and not leaks(token, [], [tmp_path])
 
 
+_FIRST = frames.NONCE + frames.PROOF + frames.HEADER + frames.SEAL  # bytes that a client sends before its first message
+
+
 class Middle:
     """Somebody between the hosts, who passes on what they say to each other's agents and replica servers, and changes some of it."""
 
@@ -193,7 +195,7 @@ class Middle:
         """`victims`: connections to change: "agents", "store" or "replicas"."""
         self.victims, self.active = victims, threading.Event()
         self.changed, self.sessions = 0, list[tuple[Address, bytes]]()
-        self._draw, self._last = random.Random(victims), 0.0
+        self._draw, self._last, self._listeners = random.Random(victims), 0.0, list[socket.socket]()
         towards = {}
         for host in range(hosts.count):
             own = hosts.address(host).rpartition(".")[0] + f".{110 + host}"
@@ -201,34 +203,50 @@ class Middle:
             towards[hosts.address(host)] = own
             for port in PORTS:
                 listener = socket.create_server((own, port), backlog=64)
+                self._listeners.append(listener)
                 threading.Thread(target=self._accept, args=(listener, (hosts.address(host), port)), daemon=True).start()
         for host in range(hosts.count):
             hosts.redirect(host, PORTS, {address: own for address, own in towards.items() if address != hosts.address(host)})
 
+    def close(self) -> None:
+        for listener in self._listeners:
+            listener.shutdown(socket.SHUT_RDWR)  # wakes its thread
+            listener.close()
+
     def _accept(self, listener: socket.socket, server: Address) -> None:
         while True:
-            client, _ = listener.accept()
+            try:
+                client, _ = listener.accept()
+            except OSError:
+                return
             try:
                 onward = socket.create_connection(server, timeout=5.0)
             except OSError:
                 client.close()
                 continue
             onward.settimeout(None)
-            kind: list[str] = []
-            for pair in ((client, onward), (onward, client)):
-                threading.Thread(target=self._pass_on, args=(*pair, kind, server), daemon=True).start()
+            threading.Thread(target=self._connect, args=(client, onward, server), daemon=True).start()
 
-    def _pass_on(self, source: socket.socket, sink: socket.socket, kind: list[str], server: Address) -> None:
-        seen, session = 0, bytearray()
+    def _connect(self, client: socket.socket, onward: socket.socket, server: Address) -> None:
+        kind: list[str] = []
+        with client, onward:
+            back = threading.Thread(target=self._pass_on, args=(onward, client, kind, None), daemon=True)
+            back.start()
+            self._pass_on(client, onward, kind, server)
+            back.join()
+
+    def _pass_on(self, source: socket.socket, sink: socket.socket, kind: list[str], server: Address | None) -> None:
+        """In one direction; `server`: where to, None on the way back. The client's first message tells what the connection is for."""
+        session = bytearray()
         with suppress(OSError):
             while part := source.recv(1 << 16):
                 session += part
-                if not kind and seen >= frames.NONCE + frames.PROOF:  # the first message
-                    text = bytes(session)
-                    kind.append("store" if b'"store"' in text else "replicas" if b'"op"' in text else "agents")
+                if server is not None and not kind and len(session) > _FIRST + 20:
+                    first = bytes(session[_FIRST:])
+                    known = {b'{"store"': "store", b'{"message": {"op"': "replicas"}
+                    kind.append(next((kind for begin, kind in known.items() if first.startswith(begin)), "agents"))
                 sink.sendall(self._change(part) if kind == [self.victims] else part)
-                seen += len(part)
-        if kind and len(self.sessions) < 500:
+        if server is not None and kind and len(self.sessions) < 500:
             self.sessions.append((server, bytes(session[: 1 << 20])))
         for sock in (source, sink):
             with suppress(OSError):
@@ -247,9 +265,10 @@ class Middle:
 @pytest.mark.skipif(shutil.which("nft") is None, reason="needs the Debian package nftables")
 @pytest.mark.parametrize("victims", ["agents", "replicas", "store"])
 def test_bits_flipped_on_the_way_change_nothing(
-    tmp_path: Path, hosts: Hosts, undisturbed: dict[int, tuple[float, int | None]], victims: str
+    tmp_path: Path, hosts: Hosts, undisturbed: Losses, victims: str, request: pytest.FixtureRequest
 ) -> None:
     middle = Middle(hosts, victims)
+    request.addfinalizer(middle.close)
     running = job(tmp_path / "run", hosts, nodes=3, spares=1)
 
     def disturb() -> None:
@@ -277,7 +296,7 @@ def test_bits_flipped_on_the_way_change_nothing(
         assert all(event.steps_lost == 0 for event in events if isinstance(event, Recovered))
 
 
-def test_run_over_ipv6_survives_the_loss_of_a_host(tmp_path: Path, undisturbed: dict[int, tuple[float, int | None]]) -> None:
+def test_run_over_ipv6_survives_the_loss_of_a_host(tmp_path: Path, undisturbed: Losses) -> None:
     with Hosts(2, ipv6=True) as hosts:
         running = job(tmp_path / "run", hosts, nodes=2)
 

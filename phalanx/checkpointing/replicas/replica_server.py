@@ -82,9 +82,10 @@ class Connection:
     def receive_into(self, into: memoryview) -> None:
         """Receive bytes that follow a message: all of them, or a multiple of `_SEALED_BLOCK`."""
         for begin in range(0, len(into), _SEALED_BLOCK):
-            seal, block = self._receive(frames.SEAL), into[begin : begin + _SEALED_BLOCK]
-            self._fill(block)
-            self._sealer.check(seal, block)
+            seal = self._receive(frames.SEAL)
+            with into[begin : begin + _SEALED_BLOCK] as block:
+                self._fill(block)
+                self._sealer.check(seal, block)
 
     def drop(self, length: int) -> None:
         """Receive and discard bytes: the other side reads the answer only when it has sent all."""
@@ -100,11 +101,13 @@ class Connection:
         return bytes(data)
 
     def _fill(self, into: memoryview) -> None:
-        while into:
-            count = self._socket.recv_into(into)
+        received = 0
+        while received < len(into):
+            with into[received:] as rest:  # released at once: a mapped file cannot be closed while a view of it exists
+                count = self._socket.recv_into(rest)
             if not count:
                 raise ConnectionError("the connection ended during a message")
-            into = into[count:]
+            received += count
 
 
 def request(
