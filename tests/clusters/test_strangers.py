@@ -285,15 +285,10 @@ def test_bits_flipped_on_the_way_change_nothing(
     print(f"{middle.changed} messages changed")
     assert middle.changed >= 5
     assert losses(events) == undisturbed
-    failures = [event for event in events if isinstance(event, FailureNoticed)]
+    assert not [event for event in events if isinstance(event, FailureNoticed)]
     seal = "it sent a message whose seal is not this connection's"
-    if victims == "replicas":
-        assert not failures and any(line.endswith(seal) for line in replica_refusals(running))
-    if victims == "agents":
-        assert not failures and any(event.reason == seal for event in refusals(events))
-    if victims == "store":  # a rank that cannot trust its store gives up its generation; no step is lost
-        assert any(event.reason == seal for event in refusals(events)) or failures
-        assert all(event.steps_lost == 0 for event in events if isinstance(event, Recovered))
+    logged = replica_refusals(running) if victims == "replicas" else [event.reason for event in refusals(events)]
+    assert any(line.endswith(seal) for line in logged)
 
 
 def test_run_over_ipv6_survives_the_loss_of_a_host(tmp_path: Path, undisturbed: Losses) -> None:
