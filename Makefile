@@ -50,7 +50,7 @@ test-slow: setup
 # Several hosts, as network namespaces of this machine; needs root.
 # Hosts as network namespaces, with ssh, Slurm and Ray. Needs root and Debian's packages, which it installs where it may; without, tests skip.
 test-clusters: setup
-	-command -v sshd slurmctld munged >/dev/null || { [ $$(id -u) = 0 ] && apt-get install --yes --quiet openssh-server slurm-wlm munge; }
+	-command -v sshd slurmctld munged nft >/dev/null || { [ $$(id -u) = 0 ] && apt-get install --yes --quiet openssh-server slurm-wlm munge nftables; }
 	-$(BIN)/python -m pip install --quiet --constraint constraints.txt 'ray>=2.40' jax
 	$(BIN)/python -m pytest -m clusters tests/clusters
 

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.control import protocol
-from phalanx.control.channel import Channel, Listener
+from phalanx.control.channel import MAX_UNAUTHENTICATED, Channel, Listener
 from phalanx.control.controller import Controller
 from phalanx.control.election import LeaderClient, NodeServices
 from phalanx.control.recover import Replanner
@@ -95,8 +95,8 @@ class LightAgent(NodeServices):
         self._own: list[asyncio.Task[Any]] = []
 
     async def live(self) -> None:
-        limit = max(64, 2 * self.nodes)
-        self._listener = Listener(self._bind, TOKEN, self._on_connection, lambda address, reason: None, limit=limit)
+        limit = max(MAX_UNAUTHENTICATED, 2 * self.nodes)
+        self._listener = Listener(self._bind, TOKEN, self._on_connection, self.on_refused, limit=limit)
         self.address = self._listener.address
         self.registry.announce(self.node, protocol.NodeInfo(name=self.name, address=list(self.address), pid=os.getpid()))
         self._own = [self.spawn(self._leader.follow()), self.spawn(self._send_beats())]
@@ -161,6 +161,8 @@ class LightAgent(NodeServices):
             await asyncio.sleep(protocol.beat_seconds(self.nodes, self.run.resilience.heartbeat))
 
     def drop_link(self, node: int) -> None: ...
+
+    def on_refused(self, address: str, reason: str) -> None: ...
 
     async def obey(self, order: protocol.Order) -> None:
         ours = self._ranks

@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from types import TracebackType
 from typing import Self
+
+from phalanx.control.protocol import AgentSettings
+from phalanx.events.records import Event, Step
+from phalanx.launch.agent_process import AgentProcess
+from phalanx.launch.launcher import StartedAgent
+from phalanx.launch.local import Local
+from phalanx.spec.run import Run
 
 
 def ip(*words: str) -> None:
@@ -32,24 +41,27 @@ _numbers = count()
 
 
 class Hosts:
-    def __init__(self, count: int):
+    def __init__(self, count: int, ipv6: bool = False):
+        """`ipv6`: the hosts have no other addresses."""
+        self._network, self._bits = ("fd00:78::", 64) if ipv6 else ("10.78.0.", 24)
+        self._flags = ["nodad"] if ipv6 else []  # usable at once
         # A name of its own: the kernel removes the links of a namespace some time after it.
         self.count, self._bridge = count, f"px{os.getpid() % 1_000_000}n{next(_numbers)}"
         self._servers: list[subprocess.Popen[bytes]] = []
 
     def address(self, host: int) -> str:
-        return f"10.78.0.{10 + host}"
+        return f"{self._network}{10 + host}"
 
     def __enter__(self) -> Self:
         ip("link", "add", self._bridge, "type", "bridge")
-        ip("addr", "add", "10.78.0.1/24", "dev", self._bridge)
+        ip("addr", "add", f"{self.outside}/{self._bits}", "dev", self._bridge, *self._flags)
         ip("link", "set", self._bridge, "up")
         for host in range(self.count):
             name = self._name(host)
             ip("netns", "add", name)
             ip("link", "add", name, "type", "veth", "peer", "name", "eth0", "netns", name)
             ip("link", "set", name, "master", self._bridge, "up")
-            ip("-n", name, "addr", "add", f"{self.address(host)}/24", "dev", "eth0")
+            ip("-n", name, "addr", "add", f"{self.address(host)}/{self._bits}", "dev", "eth0", *self._flags)
             ip("-n", name, "link", "set", "eth0", "up")
             ip("-n", name, "link", "set", "lo", "up")
         return self
@@ -70,12 +82,32 @@ class Hosts:
     def inside(self, host: int) -> list[str]:
         """As `prefix`, with everything shared but /dev/shm. Not `ip netns exec`: it hides /sys/fs/cgroup, which slurmd needs."""
         own = f'hostname h{host} && mount -t tmpfs -o size=1g tmpfs /dev/shm && exec "$@"'
-        return ["nsenter", f"--net=/run/netns/{self._name(host)}", "unshare", "--uts", "--mount", "sh", "-c", own, "sh"]
+        return [*self._nsenter(host), "unshare", "--uts", "--mount", "sh", "-c", own, "sh"]
 
     @property
     def outside(self) -> str:
         """The address of this machine, on which the hosts are namespaces, in their network."""
-        return "10.78.0.1"
+        return f"{self._network}1"
+
+    def listeners(self, host: int) -> list[tuple[str, int, int]]:
+        """Address, port and process id of every TCP listener on a host."""
+        listed = subprocess.run([*self._nsenter(host), "ss", "-Hltnp"], check=True, capture_output=True, text=True).stdout
+        found = re.findall(r"^LISTEN\s+\S+\s+\S+\s+(\S+):(\d+)\s.*?pid=(\d+)", listed, re.MULTILINE)
+        return [(address.strip("[]"), int(port), int(pid)) for address, port, pid in found]
+
+    def redirect(self, host: int, ports: range, towards: dict[str, str]) -> None:
+        """Send what a host says to these addresses and ports elsewhere. Needs the Debian package nftables."""
+        elsewhere = ", ".join(f"{address} : {other}" for address, other in towards.items())
+        rules = "type nat hook output priority -100"
+        rule = f"ip daddr {{ {', '.join(towards)} }} tcp dport {ports[0]}-{ports[-1]} dnat to ip daddr map {{ {elsewhere} }}"
+        text = f"table ip middle {{\n chain out {{\n {rules};\n {rule}\n }}\n }}\n"
+        subprocess.run([*self._nsenter(host), "nft", "-f", "-"], input=text, check=True, text=True)
+        liberal = "net.netfilter.nf_conntrack_tcp_be_liberal=1"  # else what ends a connection early may not be passed on
+        subprocess.run([*self._nsenter(host), "sysctl", "-q", liberal], check=True)
+
+    def add_address(self, address: str) -> None:
+        """Another address of this machine in the network of the hosts."""
+        ip("addr", "add", f"{address}/{self._bits}", "dev", self._bridge)
 
     def start_sshd(self, folder: Path, private: Path) -> Path:
         """Start an ssh server on every host; returns the configuration of a client. `private`: as with `prefix`."""
@@ -104,12 +136,14 @@ class Hosts:
 
     def kill_all(self, host: int) -> None:
         """kill -9 everything on a host."""
-        pids = subprocess.run(
-            ["ip", "netns", "pids", self._name(host)], check=True, capture_output=True, text=True
-        ).stdout.split()
-        for pid in pids:
+        for pid in self.pids(host):
             with contextlib.suppress(ProcessLookupError):
-                os.kill(int(pid), signal.SIGKILL)
+                os.kill(pid, signal.SIGKILL)
+
+    def pids(self, host: int) -> list[int]:
+        """The processes on a host."""
+        listed = subprocess.run(["ip", "netns", "pids", self._name(host)], check=True, capture_output=True, text=True).stdout
+        return list(map(int, listed.split()))
 
     def cut(self, host: int) -> None:
         """From now on its packets vanish, as with a pulled cable."""
@@ -118,5 +152,25 @@ class Hosts:
     def mend(self, host: int) -> None:
         ip("link", "set", self._name(host), "master", self._bridge)
 
+    def _nsenter(self, host: int) -> list[str]:
+        return ["nsenter", f"--net=/run/netns/{self._name(host)}"]
+
     def _name(self, host: int) -> str:
         return f"{self._bridge}h{host}"
+
+
+class OnHosts(Local):
+    """Starts each agent on a host of its own."""
+
+    def __init__(self, run: Run, hosts: Hosts, registry: str = "folder"):
+        super().__init__(run)
+        self._hosts, self.registry = hosts, registry
+
+    def start(self, settings: AgentSettings, log: Path) -> StartedAgent:
+        prefix = self._hosts.prefix(settings.node, private=Path(settings.run_dir) if self.registry == "launcher" else None)
+        own = replace(settings, bind=self._hosts.address(settings.node))
+        return AgentProcess(own, log, wrap=lambda command: [*prefix, *command])
+
+
+def losses(events: list[Event]) -> dict[int, tuple[float, int | None]]:
+    return {event.step: (event.loss, event.batch_digest) for event in events if isinstance(event, Step)}

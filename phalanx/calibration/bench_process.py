@@ -126,14 +126,14 @@ def jobs(device: Device, compute: Compute) -> list[Run]:
     return [*(small_run(shape, device, compute) for shape in shapes), small_run(shapes[2], device, compute, accumulation=4)]
 
 
-def time_links(device_kind: Device, rank: int, ranks: int, port: int, seconds: float) -> list[dict[str, Any]]:
+def time_links(device_kind: Device, rank: int, ranks: int, store: str, seconds: float) -> list[dict[str, Any]]:
     """Times all-reduce, all-gather and a message there and back of each size, as one of several ranks of this machine. All ranks
     return the same rows."""
     kind = accelerator.of(device_kind)
     device = kind.device(rank)
     kind.set_device(device)
     torch.set_num_threads(1)
-    dist.init_process_group(kind.backend, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
+    dist.init_process_group(kind.backend, init_method=f"file://{store}", rank=rank, world_size=ranks)
     rows = []
     for size in _MESSAGES:
         whole, shard = torch.zeros(size // 4, device=device), torch.zeros(size // 4 // ranks, device=device)
@@ -188,8 +188,8 @@ def main() -> None:
         assert compute in ("fp32", "bf16", "fp8"), compute
         answer: Any = time_jobs(device, compute, float(seconds))  # type: ignore[arg-type]
     else:
-        rank, ranks, port, seconds = arguments
-        answer = time_links(device, int(rank), int(ranks), int(port), float(seconds))  # type: ignore[arg-type]
+        rank, ranks, store, seconds = arguments
+        answer = time_links(device, int(rank), int(ranks), store, float(seconds))  # type: ignore[arg-type]
     print("\n" + json.dumps(answer), flush=True)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import math
-import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -13,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -138,10 +138,9 @@ def _any_run(device: Device) -> Run:
 
 
 def _links(report: BenchReport, ranks: int, budget: float) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    arguments = [["links", report.device, str(rank), str(ranks), str(port), f"{budget:.1f}"] for rank in range(ranks)]
-    answers = _run_processes(report.device, arguments)
+    with TemporaryDirectory() as folder:  # the ranks meet in a file: torch's store would listen on every interface
+        words = [str(ranks), f"{folder}/store", f"{budget:.1f}"]
+        answers = _run_processes(report.device, [["links", report.device, str(rank), *words] for rank in range(ranks)])
     times = {(row["name"], row["bytes"]): row["seconds"] for row in answers[0]}
     for (name, size), seconds in times.items():
         factor = {"all-reduce": 2 * (ranks - 1) / ranks, "all-gather": (ranks - 1) / ranks, "message": 2.0}[name]

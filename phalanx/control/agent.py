@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.control import protocol, store_server
-from phalanx.control.channel import Channel, Listener
+from phalanx.control.channel import MAX_UNAUTHENTICATED, Channel, Listener
 from phalanx.control.controller import Controller
 from phalanx.control.election import LeaderClient, NodeServices, tell_launcher
 from phalanx.control.launcher_registry import LauncherRegistry
@@ -65,9 +65,11 @@ class Agent(NodeServices):
     async def live(self) -> None:
         """Run until the run is over."""
         # While the fork server loads torch, which takes longer.
-        self.replica_process = await asyncio.to_thread(ReplicaProcess, self.rundir, self.node, self._bind, self.token)
+        ports = self.run.cluster.port_range
+        self.replica_process = await asyncio.to_thread(ReplicaProcess, self.rundir, self.node, self._bind, self.token, ports)
         asyncio.get_running_loop().add_signal_handler(signal.SIGCHLD, self._reap)
-        listener = Listener(self._bind, self.token, self._on_connection, self._on_refused, limit=max(64, 2 * self.nodes))
+        limit = max(MAX_UNAUTHENTICATED, 2 * self.nodes)
+        listener = Listener(self._bind, self.token, self._on_connection, self.on_refused, ports, limit=limit)
         self.address = listener.address
         self.registry.announce(self.node, protocol.NodeInfo(name=self.name, address=list(self.address), pid=os.getpid()))
         tasks = [self.spawn(self._follow()), self.spawn(self._send_beats()), self.spawn(self._watch_logs())]
@@ -127,8 +129,8 @@ class Agent(NodeServices):
         info = self.registry.info(join.node)
         return self.reachable(join.node) and info is not None and info.name == join.name
 
-    def _on_refused(self, address: str, reason: str) -> None:
-        """A peer without the token was refused. Records are rate-limited: a port scan must not fill the log."""
+    def on_refused(self, address: str, reason: str) -> None:
+        """A peer without the token was refused, or a changed message. Records are rate-limited: a port scan must not fill the log."""
         self._refused += 1
         if time.monotonic() >= self._refusal_recorded + _REFUSAL_RECORDS:
             self.emit(StrangerRefused(address=address, node=self.node, reason=reason, count=self._refused))

@@ -33,7 +33,8 @@ class Channel:
         self.on_invalid: OnRefused | None = None
         """Called with address and reason if the peer sends something that no peer with the token sends."""
         (self._reader, self._writer), self._sealer = streams, sealer
-        self._header: bytes | None = None
+        self._size: int | None = None
+        """Of the message that is being received; None: before its header."""
         self._ended: str | None = None
 
     async def send(self, message: dict[str, Any]) -> None:
@@ -68,25 +69,24 @@ class Channel:
             raise self._end(f"it has left {_MAX_UNREAD >> 20} MiB unread")
 
     async def receive(self) -> dict[str, Any]:
-        """The next message. Raises ConnectionError if the connection ended, Refused if its bytes are invalid. May be cancelled and repeated."""
+        """The next message. Raises ConnectionError if the connection ended, Refused if its bytes are invalid; nothing more is read then. May
+        be cancelled and repeated."""
         if self._ended is not None:
             raise ConnectionError(f"{self.address}: {self._ended}")
         try:
-            if self._header is None:
-                self._header = await self._reader.readexactly(frames.HEADER)
-            body = await self._reader.readexactly(self._sealer.size(self._header))
-            message = self._sealer.open(self._header, body)
+            if self._size is None:
+                self._size = self._sealer.size(await self._reader.readexactly(frames.HEADER))
+            message = self._sealer.open(await self._reader.readexactly(self._size))
         except Refused as error:
             if self.on_invalid is not None:
                 self.on_invalid(self.address, str(error))
-            self._writer.transport.abort()
             self._end(str(error))
             raise Refused(f"{self.address}: {error}") from None
         except (asyncio.IncompleteReadError, OSError) as error:
             self._writer.transport.abort()
             reason = "" if isinstance(error, asyncio.IncompleteReadError) else f" ({error})"
             raise self._end(f"the connection ended{reason}") from None
-        self._header = None
+        self._size = None
         return message
 
     def _end(self, reason: str) -> ConnectionError:
@@ -142,13 +142,13 @@ class Listener:
         token: str,
         on_channel: Callable[[Channel], Awaitable[None]],
         on_refused: OnRefused,
+        ports: range | None = None,
         *,
         limit: int = MAX_UNAUTHENTICATED,
     ):
         """`on_channel` runs once for each connection, which is closed when it returns. `on_refused` is called with address and reason for
-        refused peers and invalid messages. `limit`: connections in the handshake at a time."""
-        assert bind, "an empty name would be every interface"
-        self._socket = socket.create_server((bind, 0), family=socket.AF_INET6 if ":" in bind else socket.AF_INET, backlog=512)
+        refused peers and invalid messages. `ports`: take one of these. `limit`: connections in the handshake at a time."""
+        self._socket = frames.listen(bind, ports)
         self._socket.setblocking(False)
         self.address: Address = self._socket.getsockname()[:2]
         self._token, self._on_channel, self._on_refused = token, on_channel, on_refused
@@ -192,7 +192,7 @@ class Listener:
         assert task is not None
         try:
             async with asyncio.timeout(frames.HANDSHAKE_SECONDS):
-                key = await _authenticate(sock, frames.server_handshake(self._token, frames.CONTROL))
+                key = await _authenticate(sock, frames.server_handshake(self._token, frames.CONTROL, self.address))
         except OSError as error:  # includes Refused and TimeoutError
             greeting = f"it did not answer the greeting ({str(error) or 'timed out'})"
             self._on_refused(address, str(error) if isinstance(error, Refused) else greeting)

@@ -18,6 +18,7 @@ from phalanx.control.controller_state import Control, Generation, Member, Recove
 from phalanx.control.election import NodeServices
 from phalanx.control.recover import Recovery, Replanner
 from phalanx.control.watchdog import Watchdog, worker_failure
+from phalanx.events.frames import Refused
 from phalanx.events.heartbeat import Beat
 from phalanx.events.records import ControllerChanged, Event, FailureNoticed, Finished, Recovered, Step, Stopped
 from phalanx.host.probe import this_machine
@@ -46,9 +47,13 @@ class Controller(Control):
     async def serve_member(self, channel: Channel, join: protocol.Join) -> None:
         """Receive the reports of a node until its connection ends."""
         self.receive(join.node, join, channel)
-        with contextlib.suppress(ConnectionError):
+        try:
             while True:
                 self.receive(join.node, protocol.decode(await channel.receive()))
+        except Refused:
+            return  # changed on the way: the node lives and connects again, or is silent and counts as lost soon
+        except ConnectionError:
+            pass
         member = self.state.members.get(join.node)
         if member is not None and member.channel is channel:
             self.lose_node(join.node, "its agent is gone")
@@ -107,17 +112,19 @@ class Controller(Control):
         if channel is not None and any(not ours or worker.generation != generation.number for worker in working):
             channel.post(protocol.encode(protocol.Evict(term=self.term)))
         elif known is not None and known.join.name == join.name:
-            ranks = {worker.rank for worker in join.workers.values() if worker.generation == generation.number}
-            self._on_reconnect(node, ranks)
+            self._on_reconnect(node, [worker for worker in join.workers.values() if worker.generation == generation.number])
         state.joined.add(node)
         if state.copy_every is not None:  # it can keep copies of others
             self.agent.spawn(self.set_replica_peers())
 
-    def _on_reconnect(self, node: int, ranks: set[int | None]) -> None:
+    def _on_reconnect(self, node: int, workers: list[protocol.WorkerInfo]) -> None:
         """A node is back on a new connection with these ranks. Reports in between were lost: any other rank of the node is dead."""
         generation = self.state.generation
         assert generation is not None
-        for rank in generation.ranks_on(node) - ranks - generation.ended.keys():
+        generation.ended |= {
+            worker.rank: worker.exit_code for worker in workers if worker.rank is not None and worker.exit_code is not None
+        }
+        for rank in generation.ranks_on(node) - {worker.rank for worker in workers} - generation.ended.keys():
             failure = protocol.RankFailure(cause="died", reason="it is gone, or was never started")
             self._on_rank_died(protocol.RankDied(rank=rank, generation=generation.number, code=1, failure=failure))
 

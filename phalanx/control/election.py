@@ -21,7 +21,7 @@ from phalanx.control.launcher_registry import LauncherRegistry
 from phalanx.control.processes import ForkClient, ReplicaProcess, Worker
 from phalanx.control.registry import FolderRegistry, Registry
 from phalanx.control.store_server import KeyValueStore
-from phalanx.events.frames import Address
+from phalanx.events.frames import Address, Refused, format_address
 from phalanx.events.records import Event, encode
 from phalanx.events.rundir import RunDir, replace_file
 from phalanx.spec.load import load
@@ -138,6 +138,8 @@ class NodeServices(ABC):
     @abstractmethod
     def drop_link(self, node: int) -> None: ...
     @abstractmethod
+    def on_refused(self, address: str, reason: str) -> None: ...
+    @abstractmethod
     async def obey(self, order: protocol.Order) -> None: ...
 
 
@@ -149,6 +151,9 @@ class LeaderClient:
         self._agent, self._lead, self._heartbeat = agent, lead, agent.run.resilience.heartbeat
         self._registry = agent.registry
         self._channel: Channel | None = None
+        self._refused: Channel | None = None
+        """The last connection, if a message on it was changed on the way. Open until there is another one: its end would look like this
+        node's end."""
         self._signs_of_life: dict[str, tuple[float, float]] = {}
         """Controller name to (touched time of its file, when that was first seen)."""
 
@@ -205,10 +210,15 @@ class LeaderClient:
             self._channel = await self._connect((host, port), term)
         except ConnectionRefusedError:
             return False  # its machine is up, its process is gone
+        except Refused as error:
+            self._agent.on_refused(format_address((host, port)), str(error))
+            await asyncio.sleep(_RETRY)
+            return self._shows_life(node, author)
         except (OSError, TimeoutError):
             await asyncio.sleep(_RETRY)
             return self._shows_life(node, author)
         heard = False
+        self._channel.on_invalid = self._agent.on_refused
         try:
             self._channel.post(protocol.encode(self._agent.join_report()))
             while self._agent.outcome is None:
@@ -216,6 +226,7 @@ class LeaderClient:
                 if not heard:  # it leads, and has taken this node in
                     self._agent.records.connect(self.send)
                     heard = True
+                    self._close_refused()
                 if isinstance(order, protocol.ControllerAlive):
                     self._agent.records.confirm(order.recorded)
                     self._signs_of_life[author] = (self._registry.touched(node), time.monotonic())
@@ -223,15 +234,24 @@ class LeaderClient:
                 if self._registry.newest() != (term, author):
                     break  # it was deposed, and may not know
                 await self._agent.obey(order)
+        except Refused:
+            self._close_refused()
+            self._refused = self._channel
         except (ConnectionError, TimeoutError):
             pass
         finally:
             self._agent.records.connect(None)
-            self._channel.close()
+            if self._channel is not self._refused:
+                self._channel.close()
             self._channel = None
         if not heard:
             await asyncio.sleep(_RETRY)  # it does not lead yet, or does not want this node now
         return True
+
+    def _close_refused(self) -> None:
+        if self._refused is not None:
+            self._refused.close()
+            self._refused = None
 
     async def _connect(self, address: Address, term: int) -> Channel:
         """Connect to the author of a term. Raises TimeoutError if that takes too long, or as soon as the author offers its term."""

@@ -192,8 +192,15 @@ class ForkClient:
 class ReplicaProcess:
     """The replica server of this node, which holds copies of the state in host memory (`checkpointing/replicas/replica_server`)."""
 
-    def __init__(self, rundir: RunDir, node: int = 0, bind: str = "127.0.0.1", token: str | None = None):
-        self.token, self._node, self._bind = token or secrets.token_hex(16), node, bind
+    def __init__(
+        self,
+        rundir: RunDir,
+        node: int = 0,
+        bind: str = "127.0.0.1",
+        token: str | None = None,
+        ports: range | None = None,
+    ):
+        self.token, self._node, self._bind, self._ports = token or secrets.token_hex(16), node, bind, ports
         self._log = rundir.logs / f"replicas-{node}.log"
         # A folder of its own for each launch; what an earlier one left behind is removed.
         run = hashlib.sha256(str(rundir.path.absolute()).encode()).hexdigest()[:8]
@@ -202,6 +209,8 @@ class ReplicaProcess:
 
     def _start(self) -> None:
         settings: JsonObject = {"folder": str(self.folder), "node": self._node, "bind": self._bind, "token": self.token}
+        if self._ports is not None:
+            settings["ports"] = [self._ports.start, self._ports.stop]
         # It ends when its input does, after the workers. The folder is in use as long as either process lives.
         self._process = ModuleProcess("phalanx.checkpointing.replicas.replica_server", settings, self._log, (self._lock,))
         answer = self._process.stdout.readline()

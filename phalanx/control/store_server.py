@@ -1,8 +1,9 @@
 """The key-value store where the ranks of one generation rendezvous, like torch's TCPStore. The agent of the controller serves it; ranks use it
 through `parallel/store`. When the generation is over, every waiting rank gets an error at once, with the reason.
 
-A request is {"op": …, "key" or "keys", "value", "timeout"}; values are bytes as latin-1 text. The response has "value", or "error" together
-with "over" (the generation has ended) or "late" (timeout). Operations behave like those of torch's own store.
+A request is {"op": …, "key" or "keys", "value", "timeout", "id"}; values are bytes as latin-1 text. The response has "value", or "error"
+together with "over" (the generation has ended) or "late" (timeout). Operations behave like those of torch's own store. A client whose
+connection ended repeats its request under the same id, and gets the answer that it has missed.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from typing import Any
 from phalanx.control.channel import Channel
 
 Message = dict[str, Any]
+_ONCE = ("add", "append", "compare_set", "delete")  # operations that a repetition would change
+_MAX_ANSWERS = 65536  # a repetition comes within seconds
 
 
 class KeyValueStore:
@@ -23,6 +26,8 @@ class KeyValueStore:
         self._values: dict[str, str] = {}
         self._waiting: dict[str, set[asyncio.Future[None]]] = {}
         self._over: str | None = None
+        self._answers: dict[str, Message] = {}
+        """Newest answers by the id of their request, of those that cannot simply be repeated."""
 
     async def ask(self, message: Message) -> Message:
         """Answer one request, waiting for keys if needed. An invalid request gets an error as the answer."""
@@ -36,6 +41,17 @@ class KeyValueStore:
         """Answer a request at once; None if it must wait for keys."""
         if self._over is not None:
             return {"error": self._over, "over": True}
+        request = message.get("id")
+        if isinstance(request, str) and request in self._answers:
+            return self._answers[request]
+        answer = self._apply(message)
+        if isinstance(request, str) and answer is not None and message.get("op") in _ONCE:
+            self._answers[request] = answer
+            if len(self._answers) > _MAX_ANSWERS:
+                del self._answers[next(iter(self._answers))]
+        return answer
+
+    def _apply(self, message: Message) -> Message | None:
         values = self._values
         match message:
             case {"op": "get" | "wait" as op, "keys": list(keys), "timeout": int() | float() as seconds} if (

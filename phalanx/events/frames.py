@@ -1,14 +1,17 @@
 """Authenticated connections between the processes of a run: a handshake that proves the run's token without sending it, then JSON messages
-that are each sealed (HMAC) with a key of the connection. Used by `control/channel` (asyncio), `parallel/store` (blocking) and
-`checkpointing/replicas/replica_server` (handshake only).
+and blocks of bytes that are each sealed (HMAC) with a key of the connection. Used by `control/channel` (asyncio), `parallel/store` (blocking)
+and `checkpointing/replicas/replica_server`.
 
 The server sends a 32-byte nonce; the client answers with its own nonce and its proof, and receives the server's proof. Before that only
-these fixed sizes are read. A seal covers the direction and number of a message, so changed, repeated, dropped or foreign messages are
-refused. Nothing is encrypted: this is for the network inside a cluster, which carries training traffic in the clear as well.
+these fixed sizes are read. Proofs cover the address that the client asked for, so that a connection cannot be redirected to another member
+of the run. A seal covers the direction and number of what it seals, so changed, repeated, dropped or foreign frames are refused. The length
+of a message has a seal of its own: nobody waits for bytes that were never sent. Nothing is encrypted: this is for the network inside a
+cluster, which carries training traffic in the clear as well.
 """
 
 from __future__ import annotations
 
+import errno
 import hmac
 import json
 import secrets
@@ -25,13 +28,15 @@ CONTROL, REPLICAS = b"control", b"copies"
 """Purpose of a connection. A proof for a replica server is worthless to an agent, and the other way round."""
 NONCE = PROOF = 32
 HANDSHAKE_SECONDS = 5.0  # for the whole handshake
-MAX_MESSAGE = 16 << 20  # bytes
+MAX_MESSAGE = 16 << 20  # bytes of a control message
 REFUSAL = bytes(PROOF)
 """Sent instead of a proof to a client with a wrong token, so that it can tell refusal from a broken connection."""
 
+SEAL = 32  # bytes
 _LENGTH = struct.Struct("!I")
 _NUMBER = struct.Struct("!Q")
-HEADER = _LENGTH.size + PROOF  # bytes before each message: length and seal
+HEADER = _LENGTH.size + SEAL
+"""Bytes of a message's length and the seal of the length. The seal of the message and the message follow."""
 
 
 class Refused(ConnectionError):
@@ -44,34 +49,35 @@ def to_body(message: JsonObject) -> bytes:
 
 
 class MessageSealer:
-    """Seals outgoing messages and opens incoming ones. Messages are numbered in each direction; the numbers are not sent."""
+    """Seals outgoing frames and opens incoming ones. Frames are numbered in each direction; the numbers are not sent."""
 
-    def __init__(self, key: bytes, client: bool):
+    def __init__(self, key: bytes, client: bool, max_message: int = MAX_MESSAGE):
         self._key, (self._out, self._in) = key, (b"asks", b"tells") if client else (b"tells", b"asks")
         self._sent = self._received = 0
+        self._max_message = max_message
 
     def pack(self, message: JsonObject) -> bytes:
         return self.pack_body(to_body(message))
 
     def pack_body(self, body: bytes) -> bytes:
         """A message that is encoded already."""
-        if len(body) > MAX_MESSAGE:
-            raise ValueError(f"a message of {len(body)} bytes: at most {MAX_MESSAGE} can be sent at once")
-        seal = self._seal(self._out, self._sent, body)
-        self._sent += 1
-        return _LENGTH.pack(len(body)) + seal + body
+        if len(body) > self._max_message:
+            raise ValueError(f"a message of {len(body)} bytes: at most {self._max_message} can be sent at once")
+        length = _LENGTH.pack(len(body))
+        return length + self.seal(length) + self.seal(body) + body
 
-    def size(self, head: bytes) -> int:
-        """Bytes of the message that follows this header."""
-        (size,) = _LENGTH.unpack_from(head)
-        if size > MAX_MESSAGE:
+    def size(self, header: bytes) -> int:
+        """Bytes of the message that follows this header, with its seal."""
+        self.check(header[_LENGTH.size :], header[: _LENGTH.size])
+        (size,) = _LENGTH.unpack_from(header)
+        if size > self._max_message:
             raise Refused(f"it announced a message of {size} bytes")
-        return int(size)
+        return SEAL + int(size)
 
-    def open(self, head: bytes, body: bytes) -> JsonObject:
-        if not hmac.compare_digest(head[_LENGTH.size :], self._seal(self._in, self._received, body)):
-            raise Refused("it sent a message whose seal is not this connection's")
-        self._received += 1
+    def open(self, sealed: bytes) -> JsonObject:
+        """The message in the bytes after a header."""
+        body = sealed[SEAL:]
+        self.check(sealed[:SEAL], body)
         try:
             message = json.loads(body)
         except (ValueError, RecursionError):
@@ -80,8 +86,21 @@ class MessageSealer:
             raise Refused("it sent a message that is no table")
         return message
 
-    def _seal(self, direction: bytes, number: int, body: bytes) -> bytes:
-        return hmac.digest(self._key, direction + _NUMBER.pack(number) + body, "sha256")
+    def seal(self, frame: bytes | memoryview) -> bytes:
+        """The seal of the next outgoing frame."""
+        self._sent += 1
+        return self._mac(self._out, self._sent, frame)
+
+    def check(self, seal: bytes, frame: bytes | memoryview) -> None:
+        """Raise Refused unless this is the next incoming frame, unchanged."""
+        self._received += 1
+        if not hmac.compare_digest(seal, self._mac(self._in, self._received, frame)):
+            raise Refused("it sent a message whose seal is not this connection's")
+
+    def _mac(self, direction: bytes, number: int, frame: bytes | memoryview) -> bytes:
+        mac = hmac.new(self._key, direction + _NUMBER.pack(number), "sha256")
+        mac.update(frame)  # without a copy, and without the interpreter's lock if it is large
+        return mac.digest()
 
 
 class BlockingChannel:
@@ -107,8 +126,8 @@ class BlockingChannel:
     def receive(self, timeout: float | None) -> JsonObject:
         """The next message; TimeoutError after `timeout` seconds."""
         until = None if timeout is None else time.monotonic() + timeout
-        head = receive_exactly(self._socket, HEADER, until)
-        return self._seals.open(head, receive_exactly(self._socket, self._seals.size(head), until))
+        size = self._seals.size(receive_exactly(self._socket, HEADER, until))
+        return self._seals.open(receive_exactly(self._socket, size, until))
 
     def close(self) -> None:
         self._socket.close()
@@ -120,7 +139,7 @@ def connect(address: Address, token: str, use: bytes, timeout: float = HANDSHAKE
     while True:
         sock = socket.create_connection(address, timeout=max(until - time.monotonic(), 0.01))
         try:
-            return sock, _authenticate(sock, client_handshake(token, use, format_address(address)), until)
+            return sock, _authenticate(sock, client_handshake(token, use, address), until)
         except BaseException as error:
             sock.close()
             if isinstance(error, Refused) or not isinstance(error, ConnectionError) or time.monotonic() > until - 0.1:
@@ -128,10 +147,23 @@ def connect(address: Address, token: str, use: bytes, timeout: float = HANDSHAKE
             time.sleep(retry_delay())
 
 
-def accept_client(sock: socket.socket, token: str, use: bytes) -> None:
-    """Authenticate a client that has connected. Raises Refused, also on timeout."""
+def listen(bind: str, ports: range | None = None, backlog: int = 512) -> socket.socket:
+    """A listening socket at an address of this machine: at a free port of `ports`, or at any. OSError if none of them is free."""
+    assert bind, "an empty name would be every interface"
+    family = socket.AF_INET6 if ":" in bind else socket.AF_INET
+    for port in ports or (0,):
+        try:
+            return socket.create_server((bind, port), family=family, backlog=backlog)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+    raise OSError(errno.EADDRINUSE, f"no port of {bind} from {ports[0]} to {ports[-1]} is free" if ports else "no port is free")
+
+
+def accept_client(sock: socket.socket, token: str, use: bytes, address: Address) -> bytes:
+    """Authenticate a client that has connected to this address; returns the key for `MessageSealer`. Raises Refused, also on timeout."""
     try:
-        _authenticate(sock, server_handshake(token, use), time.monotonic() + HANDSHAKE_SECONDS)
+        return _authenticate(sock, server_handshake(token, use, address), time.monotonic() + HANDSHAKE_SECONDS)
     except Refused:
         raise
     except OSError as error:
@@ -156,11 +188,11 @@ Handshake = Generator[tuple[bytes, int], bytes, bytes]
 Raises Refused."""
 
 
-def client_handshake(token: str, use: bytes, who: str) -> Handshake:
-    """`who`: the server, for messages."""
+def client_handshake(token: str, use: bytes, address: Address) -> Handshake:
+    """`address`: of the server."""
     server_nonce = yield b"", NONCE
-    nonce = secrets.token_bytes(NONCE)
-    client, server, key = _proofs(token, use, server_nonce + nonce)
+    nonce, who = secrets.token_bytes(NONCE), format_address(address)
+    client, server, key = _proofs(token, use, address, server_nonce + nonce)
     proof = yield nonce + client, PROOF
     if hmac.compare_digest(proof, REFUSAL):
         raise Refused(f"{who} belongs to another run: it refused this one's token")
@@ -169,10 +201,11 @@ def client_handshake(token: str, use: bytes, who: str) -> Handshake:
     return key
 
 
-def server_handshake(token: str, use: bytes) -> Handshake:
+def server_handshake(token: str, use: bytes, address: Address) -> Handshake:
+    """`address`: of this server, as its clients know it."""
     nonce = secrets.token_bytes(NONCE)
     answer = yield nonce, NONCE + PROOF
-    client, server, key = _proofs(token, use, nonce + answer[:NONCE])
+    client, server, key = _proofs(token, use, address, nonce + answer[:NONCE])
     known = hmac.compare_digest(answer[NONCE:], client)
     yield server if known else REFUSAL, 0
     if not known:
@@ -180,9 +213,10 @@ def server_handshake(token: str, use: bytes) -> Handshake:
     return key
 
 
-def _proofs(token: str, use: bytes, nonces: bytes) -> list[bytes]:
+def _proofs(token: str, use: bytes, address: Address, nonces: bytes) -> list[bytes]:
     """The proofs of client and server, and the key of the connection."""
-    return [hmac.digest(token.encode(), use + b" " + word + b"\0" + nonces, "sha256") for word in (b"asks", b"tells", b"key")]
+    rest = b" " + format_address(address).encode() + b"\0" + nonces
+    return [hmac.digest(token.encode(), use + b" " + word + rest, "sha256") for word in (b"asks", b"tells", b"key")]
 
 
 def receive_exactly(sock: socket.socket, size: int, until: float | None) -> bytes:
@@ -215,4 +249,5 @@ def retry_delay() -> float:
 
 
 def format_address(address: Address) -> str:
-    return f"{address[0]}:{address[1]}"
+    host, port = address
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

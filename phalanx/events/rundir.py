@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import secrets
 from pathlib import Path
 
 
@@ -76,4 +77,12 @@ def replace_file(path: Path, text: str) -> None:
     """Write a file atomically, so that nobody reads half of it."""
     partial = path.with_name(f"{path.name}.partial")
     partial.write_text(text, encoding="utf-8")
+    os.replace(partial, path)
+
+
+def replace_private_file(path: Path, text: str) -> None:
+    """As `replace_file`, for a secret: only this user can read the file, from its creation on."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
+    with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "w", encoding="utf-8") as file:
+        file.write(text)
     os.replace(partial, path)

@@ -116,9 +116,10 @@ def worker_env(plan: Plan, bind: str = "127.0.0.1") -> dict[str, str]:
 def program_env(bind: str) -> dict[str, str]:
     """The environment of any program on a node whose address is `bind`. Interfaces that the user has set stay."""
     interface = interface_of(bind)
-    sockets = {"GLOO_SOCKET_IFNAME": interface} if interface else {}
-    if interface == "lo":  # every rank is on this machine; over a network, NCCL knows best
-        sockets["NCCL_SOCKET_IFNAME"] = interface
+    # NCCL takes a name for a prefix unless "=" precedes it. InfiniBand and RoCE are not affected: NCCL_IB_HCA selects their ports.
+    sockets = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"} if interface else {}
+    if ":" in bind:
+        sockets["NCCL_SOCKET_FAMILY"] = "AF_INET6"
     return sockets | python_env() | {"PYTHONUNBUFFERED": "1"}
 
 

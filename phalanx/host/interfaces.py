@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import contextlib
 import fcntl
 import ipaddress
 import socket
@@ -35,19 +36,19 @@ def addresses() -> dict[IPAddress, str]:
 
 
 def address_of(interface: str) -> str | None:
-    """The first IPv4 address of an interface; None if it has none."""
-    found = (address for address, name in addresses().items() if name == interface and address.version == 4)
-    return next(map(str, found), None)
+    """The first address of an interface, IPv4 if it has one; None if it has none that others can reach."""
+    found = (address for address, name in addresses().items() if name == interface and not address.is_link_local)
+    return next(map(str, sorted(found, key=lambda address: address.version)), None)
 
 
 def address_towards(peer: str) -> str | None:
     """The address from which this machine would send to another; None if there is no way."""
-    try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-            sock.connect((peer, 9))  # sends nothing
-            return str(sock.getsockname()[0])
-    except OSError:
-        return None
+    with contextlib.suppress(OSError):
+        for family, kind, _, _, address in socket.getaddrinfo(peer, 9, type=socket.SOCK_DGRAM):
+            with contextlib.suppress(OSError), socket.socket(family, kind) as sock:
+                sock.connect(address)  # sends nothing
+                return str(sock.getsockname()[0])
+    return None
 
 
 def interface_of(address: str) -> str | None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -15,9 +16,9 @@ from phalanx.events.rundir import RunDir
 from phalanx.launch.host_report import HostQuestion, HostReport
 from phalanx.launch.hosts import disagreements, shortages
 from phalanx.launch.launcher import StartedAgent
-from phalanx.spec.errors import RunError, refuse
+from phalanx.spec.errors import RunError, refuse, toml
 from phalanx.spec.plan import Machine
-from phalanx.spec.run import Run
+from phalanx.spec.run import Cluster, Run
 
 _PARALLEL = 64  # hosts that are asked at a time
 
@@ -37,6 +38,7 @@ class HostGroup(ABC):
     def machine(self) -> Machine:
         """The hosts that train, as one machine."""
         self._reports = self._ask(HostQuestion(run_dir=os.getcwd(), launch=""))
+        refuse([problem for node in range(self.nodes) for problem in self._address_problems(node)])
         training = self._reports[: self.hosts]
         gpus = min(self._slots(node, report) for node, report in enumerate(training))
         return replace(
@@ -74,6 +76,21 @@ class HostGroup(ABC):
     @abstractmethod
     def _report(self, node: int, question: HostQuestion) -> HostReport:
         """The answer of a host. Raises OSError that says why there is none, and what to do."""
+
+    def _address(self, node: int) -> str | None:
+        """The address at which a host listens: of the interface that cluster.bind names, else the one by which it was reached."""
+        report, interface = self._reports[node], self._run.cluster.bind
+        named = (address for address, name in report.addresses.items() if name == interface)
+        reached = report.reached_at or next(iter(report.addresses), None)
+        return reached if interface == Cluster().bind else next(named, None)
+
+    def _address_problems(self, node: int) -> Iterator[str]:
+        if self._address(node) is None and self._run.cluster.bind != Cluster().bind:
+            interfaces = ", ".join(dict.fromkeys(self._reports[node].addresses.values())) or "none"
+            yield (
+                f"cluster.bind = {toml(self._run.cluster.bind)} is not an interface of {self._names[node]} that has an address (these are: "
+                f"{interfaces}): name one that every host has, or remove the key."
+            )
 
     def _slots(self, node: int, report: HostReport) -> int:
         """Ranks of a host; 0: its share of all ranks."""

@@ -49,8 +49,8 @@ class HostReport:
     """Digest of Phalanx's source files."""
     clock: float
     """Seconds since 1970."""
-    addresses: tuple[str, ...]
-    """Its own addresses, loopback excluded."""
+    addresses: dict[str, str]
+    """The interface of each of its addresses, loopback excluded."""
     reached_at: str | None
     """The one of them by which the launcher has reached it, if it knows."""
     sees_run_dir: bool
@@ -66,8 +66,7 @@ class HostReport:
         machine["gpus"] = tuple(Gpu(**gpu) for gpu in machine["gpus"])
         machine["scalar"] = tuple(machine["scalar"])
         machine["measured"] = tuple((name, value) for name, value in machine["measured"])
-        lists = {key: tuple(table[key]) for key in ("addresses", "missing")}
-        return cls(**{**table, **lists, "machine": Machine(**machine)})
+        return cls(**{**table, "missing": tuple(table["missing"]), "machine": Machine(**machine)})
 
 
 def report(question: HostQuestion) -> HostReport:
@@ -79,7 +78,11 @@ def report(question: HostQuestion) -> HostReport:
         versions={"phalanx": __version__, "python": platform.python_version(), "torch": _torch_version()},
         code=code_digest(),
         clock=time.time(),
-        addresses=tuple(str(address) for address in addresses() if not address.is_loopback and not address.is_link_local),
+        addresses={
+            str(address): interface
+            for address, interface in addresses().items()
+            if not address.is_loopback and not address.is_link_local
+        },
         reached_at=ssh_server_address(),
         sees_run_dir=rundir.launch_id == question.launch,
         missing=tuple(path for path in question.paths if not os.path.exists(os.path.expanduser(path))),

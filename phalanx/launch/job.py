@@ -19,6 +19,7 @@ from phalanx.checkpointing.replicas import shm_slots
 from phalanx.control.protocol import AgentSettings, NodeAway, Outcome, Stop
 from phalanx.events.log import EventLog, EventReader
 from phalanx.events.records import Event, RunStarted, Warned, WorkerFailed
+from phalanx.host.interfaces import address_of
 from phalanx.launch.launcher import StartedAgent
 from phalanx.launch.prepare import Prepared
 from phalanx.launch.registry_server import RegistryServer
@@ -63,7 +64,7 @@ def agent_settings(prepared: Prepared, chaos: str) -> AgentSettings:
         slots=-(-prepared.plan.ranks // max(1, nodes - run.resilience.spares)),
         hosts=prepared.launcher.hosts,
         token=secrets.token_hex(32),
-        bind=run.cluster.bind,
+        bind=address_of(run.cluster.bind) or run.cluster.bind,
         chaos=chaos,
         environment={},
         parent=os.getpid(),

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 import signal
 import time
 from collections.abc import Callable
@@ -18,7 +17,7 @@ from types import FrameType
 
 from phalanx.control.protocol import RESUMABLE, AgentSettings, NodeAway, Outcome, Stop, decode, encode
 from phalanx.events.log import EventLog
-from phalanx.events.rundir import RunDir, replace_file
+from phalanx.events.rundir import RunDir, replace_file, replace_private_file
 from phalanx.host.env import NodePlace
 from phalanx.host.interfaces import address_of, address_towards
 from phalanx.host.probe import this_machine
@@ -75,7 +74,7 @@ def run_node(directory: Path, place: NodePlace, options: NodeOptions, say: Calla
     settings = _read_settings(path, place.launch)
     if settings is None and place.node == 0:
         settings = _prepare(rundir, place, options)
-        _write_settings(path, settings)
+        replace_private_file(path, json.dumps(encode(settings)))
         say(f"prepared {directory} for {place.nodes} nodes")
     deadline = time.monotonic() + _PREPARATION_TIMEOUT
     while settings is None:
@@ -122,13 +121,6 @@ def _address(run: Run, place: NodePlace, options: NodeOptions) -> str:
     if options.bind is None and place.peer is not None and given == "127.0.0.1":
         return address_towards(place.peer) or given
     return given
-
-
-def _write_settings(path: Path, settings: AgentSettings) -> None:
-    part = path.with_name(f".settings.{os.getpid()}.{secrets.token_hex(4)}")
-    with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "w") as file:
-        json.dump(encode(settings), file)
-    os.replace(part, path)
 
 
 def _read_settings(path: Path, launch: str) -> AgentSettings | None:

@@ -145,7 +145,7 @@ class Ray(HostGroup):
     def start(self, settings: AgentSettings, log: Path) -> StartedAgent:
         answer = self._reports[settings.node]
         slots = self._slots(settings.node, answer) or settings.slots
-        bind = answer.reached_at or settings.bind
+        bind = self._address(settings.node) or settings.bind
         # Each actor runs one agent. The one that has reported is new; after a loss, another one is needed.
         actor = self._actors.pop(settings.node, None) or self._actor(settings.node)
         return RayAgent(actor, replace(settings, bind=bind, slots=slots, environment=forwarded(), parent=None))

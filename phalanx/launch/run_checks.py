@@ -3,11 +3,11 @@ storage of its checkpoints. Called by `launch/prepare`. A check returns its prob
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import ipaddress
 import os
 import shutil
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,14 +17,16 @@ from phalanx.checkpointing.location import Location, Remote, error_text, open_lo
 from phalanx.checkpointing.replicas import shm_slots
 from phalanx.control.processes import BYTES_PER_PARAMETER
 from phalanx.data.dataset import Dataset
+from phalanx.events import frames
 from phalanx.events.log import read_events
 from phalanx.events.records import Saved
 from phalanx.events.rundir import RunDir
+from phalanx.host.interfaces import address_of
 from phalanx.spec.dump import changed
 from phalanx.spec.errors import RunError, toml
 from phalanx.spec.load import loads
 from phalanx.spec.plan import Machine, Plan
-from phalanx.spec.run import Run
+from phalanx.spec.run import PORTS_PER_NODE, Run
 from phalanx.spec.sources import kind
 
 ONE_NODE = (
@@ -53,21 +55,29 @@ def missing_packages(run: Run) -> list[str]:
 
 
 def address_problems(run: Run) -> list[str]:
-    """Why the run's processes cannot listen at cluster.bind. Tries to bind the address."""
-    bind, key = run.cluster.bind, f"cluster.bind = {toml(run.cluster.bind)}"
+    """Why the run's processes cannot listen at cluster.bind, on cluster.ports. Tries to."""
+    bind, key = address_of(run.cluster.bind) or run.cluster.bind, f"cluster.bind = {toml(run.cluster.bind)}"
     remedy = 'set it to an address of this machine, such as "127.0.0.1", or remove it.'
     try:
         address = ipaddress.ip_address(bind)
     except ValueError:
-        return [f"{key} is not an IP address: {remedy}"]
+        return [f"{key} is neither an IP address nor an interface of this machine that has one: {remedy}"]
     if address.is_unspecified:
         return [f"{key} means every interface, so anyone on the network could connect: {remedy}"]
-    if address.version == 6:
-        return [f"{key} is an IPv6 address, but ranks connect by IPv4: {remedy}"]
-    try:
-        socket.create_server((bind, 0)).close()
-    except OSError as error:
-        return [f"{key} is not an address of this machine ({error.strerror}): {remedy}"]
+    with contextlib.ExitStack() as listeners:
+        try:
+            listeners.enter_context(frames.listen(bind))
+        except OSError as error:
+            return [f"{key} is not an address of this machine ({error.strerror}): {remedy}"]
+        need = PORTS_PER_NODE * run.cluster.nodes
+        try:
+            for _ in range(need if run.cluster.ports is not None else 0):
+                listeners.enter_context(frames.listen(bind, run.cluster.port_range))
+        except OSError as error:
+            return [
+                f"cluster.ports = {toml(run.cluster.ports or '')}: the run needs {need} free ports, {PORTS_PER_NODE} for each node, but "
+                f"{error.strerror}: widen the range, or name another."
+            ]
     return []
 
 

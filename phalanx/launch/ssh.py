@@ -46,10 +46,13 @@ class Ssh(HostGroup):
 
     def start(self, settings: AgentSettings, log: Path) -> StartedAgent:
         host, report = self._hosts[settings.node], self._reports[settings.node]
-        bind = host.bind or report.reached_at or next(iter(report.addresses), host.name)
+        bind = self._address(settings.node) or host.name
         slots = self._slots(settings.node, report) or settings.slots
         own = replace(settings, bind=bind, slots=slots, environment=forwarded(), parent=None)
         return AgentProcess(own, log, wrap=self._remote(host))
+
+    def _address(self, node: int) -> str | None:
+        return self._hosts[node].bind or super()._address(node)
 
     def _slots(self, node: int, report: HostReport) -> int:
         gpus, given = super()._slots(node, report), self._hosts[node].slots

@@ -4,9 +4,11 @@ token. `parallel/mesh` makes it. When the generation ends, waiting calls fail at
 
 from __future__ import annotations
 
+import secrets
 from collections import deque
 from contextlib import suppress
 from datetime import timedelta
+from itertools import count
 from typing import Any
 
 import torch.distributed as dist
@@ -29,6 +31,7 @@ class ControlStore(dist.Store):
         super().__init__()
         self._address, self._token, self._generation = (address[0], int(address[1])), token, generation
         self._idle: deque[BlockingChannel] = deque()  # threads share it without a lock
+        self._name, self._numbers = secrets.token_hex(8), count()
         self.set_timeout(timedelta(seconds=timeout))
 
     # The names below are torch's: of its Python interface, and of its C++ code's calls to a store written in Python.
@@ -72,29 +75,43 @@ class ControlStore(dist.Store):
     deleteKey, getNumKeys = delete_key, num_keys
 
     def _request(self, **request: Any) -> Any:
-        channel = None
+        request["id"] = f"{self._name}-{next(self._numbers)}"
         try:
-            with suppress(IndexError):
-                channel = self._idle.pop()
-            if channel is None:
-                channel = BlockingChannel(self._address, self._token, frames.CONTROL)
-                channel.send({"store": self._generation})
-            channel.send(request)
-            answer = channel.receive(request.get("timeout", 0.0) + _GRACE)
-        except BaseException as error:  # an interrupt too: the next request would read this answer
-            if channel is not None:
-                channel.close()
-            if not isinstance(error, OSError):
-                raise
+            channel = self._connect()
+            try:
+                answer = self._ask(channel, request)
+            except ConnectionError:
+                # Once more on a new connection. The server remembers by the id what it has done already.
+                self.close()
+                answer = self._ask(self._connect(), request)
+        except OSError as error:
             where = f"the store of generation {self._generation} at {frames.format_address(self._address)}"
             raise ConnectionError(f"{where} is out of reach: {error}") from None
         if answer.get("over"):
-            channel.close()
             raise ConnectionError(str(answer["error"]))
-        self._idle.append(channel)
         if "error" in answer:
             raise dist.DistStoreError(str(answer["error"]))
         return answer["value"]
+
+    def _connect(self) -> BlockingChannel:
+        with suppress(IndexError):
+            return self._idle.pop()
+        channel = BlockingChannel(self._address, self._token, frames.CONTROL)
+        channel.send({"store": self._generation})
+        return channel
+
+    def _ask(self, channel: BlockingChannel, request: dict[str, Any]) -> dict[str, Any]:
+        try:
+            channel.send(request)
+            answer = channel.receive(request.get("timeout", 0.0) + _GRACE)
+        except BaseException:  # an interrupt too: the next request would read this answer
+            channel.close()
+            raise
+        if answer.get("over"):
+            channel.close()
+        else:
+            self._idle.append(channel)
+        return answer
 
     def close(self) -> None:
         """Close idle connections. Later requests open new ones."""

@@ -13,7 +13,7 @@ from phalanx.spec.errors import RunError, around, divisors, either, multiples, n
 from phalanx.spec.keys import BARE, KEYS, OPTIONAL, Finding, Wrong, apply_rules, keys_in, tables_in
 from phalanx.spec.model import ModelSpec
 from phalanx.spec.origin import origin, overridable
-from phalanx.spec.run import Run, Source
+from phalanx.spec.run import PORTS_PER_NODE, Run, Source
 from phalanx.spec.sources import kinds, vocabulary_size
 
 
@@ -41,12 +41,12 @@ def check(run: Run) -> list[str]:
 def findings(run: Run) -> Iterator[Finding]:
     """Problems between keys, of a run in which every key accepts its value."""
     if run.command.program is not None:
-        yield from apply_rules(run, _command, _spares)
+        yield from apply_rules(run, _command, _spares, _ports)
         return
     yield from apply_rules(run, _batch)
     yield from model_findings(run)
     yield from layout_findings(run)
-    yield from apply_rules(run, _data, _duration, _checkpoints, _resilience, _spares, _planned_cluster)
+    yield from apply_rules(run, _data, _duration, _checkpoints, _resilience, _spares, _ports, _planned_cluster)
 
 
 def _names(run: Run) -> list[str]:
@@ -194,6 +194,27 @@ def _command(run: Run) -> Iterator[str]:
     for entry in run.command.environment or ():
         if not entry.partition("=")[0].isidentifier() or "=" not in entry:
             yield f'$(command.environment)command.environment: "{entry}" is no variable: write it as NAME=VALUE.'
+
+
+def _ports(run: Run) -> Iterator[str]:
+    try:
+        ports = run.cluster.port_range
+    except ValueError:
+        yield '$cluster.ports is not a range of ports: write the first and the last, as in "40000-40100".'
+        return
+    if ports is None:
+        return
+    if not ports or ports[0] < 1024 or ports[-1] > 65535:
+        yield '$cluster.ports must rise from 1024 or more to at most 65535, as in "40000-40100".'
+        return
+    local = run.cluster.launcher == "local"
+    need = PORTS_PER_NODE * (run.cluster.nodes if local else 1)
+    if len(ports) < need:
+        each = " for $cluster.nodes on this machine" if local and run.cluster.nodes > 1 else ""
+        yield (
+            f"$cluster.ports has {len(ports)} ports, but a host needs {need}{each}, {PORTS_PER_NODE} for each node: "
+            f'widen it, as in "{ports[0]}-{ports[0] + need - 1}".'
+        )
 
 
 def _planned_cluster(run: Run) -> Iterator[str]:

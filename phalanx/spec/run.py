@@ -10,6 +10,7 @@ from phalanx.spec.layout import Layout
 from phalanx.spec.model import ModelSpec
 
 TOKENIZER_VOCAB = {"byte": 257}
+PORTS_PER_NODE = 2  # of its agent and its replica server
 """Vocabulary size of each built-in tokenizer. The run file is resolved without the data room; a test compares the two."""
 
 
@@ -226,7 +227,9 @@ class Cluster:
     nodes: int = field(default=1, metadata=within(1, 1024))
     """Number of machines. With the local launcher they are groups of processes on this machine, each with its own agent."""
     bind: str = "127.0.0.1"
-    """Address of the only network interface that the run's processes listen on."""
+    """Where the run's processes listen: an address of this machine, or the name of a network interface, such as "ib0", that every host has. Nothing listens on other interfaces. Default: loopback with the local launcher, else the address by which a host was reached."""
+    ports: str | None = None
+    """Ports that agents and replica servers listen on, such as "40000-40100", for hosts behind a firewall; two for each node. gloo and NCCL take theirs from the host's net.ipv4.ip_local_port_range."""
     launcher: Literal["local", "ssh", "ray", "slurm", "kubernetes"] = field(
         default="local", metadata=later("launching through Kubernetes", but=("ssh", "slurm", "ray"))
     )
@@ -251,6 +254,14 @@ class Cluster:
     """Catalogue name of the node type. Default: the usual one for the GPU."""
     network: str | None = None
     """Catalogue name of the network between nodes. Default: the usual one for the node."""
+
+    @property
+    def port_range(self) -> range | None:
+        """The ports of `ports`; None: any. ValueError if it is not a range."""
+        if self.ports is None:
+            return None
+        low, high = map(int, self.ports.split("-"))
+        return range(low, high + 1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import random
 import secrets
@@ -27,10 +28,11 @@ from phalanx.checkpointing.format import RunMetadata
 from phalanx.checkpointing.replicas import replica_index, shm_slots
 from phalanx.checkpointing.replicas.memory_checkpoint import MemoryCopies, SharedStaging
 from phalanx.checkpointing.replicas.replica_index import MemoryLocation
-from phalanx.checkpointing.replicas.replica_server import ReplicaServer, request
+from phalanx.checkpointing.replicas.replica_server import Connection, ReplicaServer, request
 from phalanx.checkpointing.replicas.shm_slots import SLOTS
 from phalanx.checkpointing.restore import load
 from phalanx.checkpointing.state_tensor import ReplicaGroup, StateTensor
+from phalanx.events import frames
 from phalanx.events.frames import Address, Refused
 from phalanx.events.records import Copied, Event, Warned
 from phalanx.parallel.mesh import Mesh
@@ -302,6 +304,39 @@ def test_connections_without_the_token_are_refused_and_logged(tmp_path: Path) ->
         with pytest.raises(OSError, match="no operation 'eval'"):
             request(node.address, TOKEN, {"op": "eval"})
         assert request(node.address, TOKEN, {"op": "list"})[0]["node"] == 0
+
+
+class Middle:
+    """A socket on whose way a bit of the given byte is flipped."""
+
+    def __init__(self, sock: socket.socket, place: int):
+        self.recv_into, self._sock, self._place = sock.recv_into, sock, place
+
+    def sendall(self, data: bytes) -> None:
+        changed = bytearray(data)
+        if 0 <= self._place < len(changed):
+            changed[self._place] ^= 16
+        self._place -= len(changed)
+        self._sock.sendall(changed)
+
+
+@pytest.mark.parametrize("place", [2, 50, 90, -5, -100_000])
+def test_a_copy_that_was_changed_on_the_way_is_refused_at_once_and_logged(tmp_path: Path, place: int) -> None:
+    with nodes(tmp_path, 1) as (node,):
+        copy(ALONE, [node.folder], [5])
+        image = shm_slots.SlotDir(node.folder).slot(0, 0, "a")
+        described = request(node.address, TOKEN, {"op": "list"})[0]["copies"][0] | {"rank": 1, "step": 6}
+        size = image.stat().st_size
+        length = 36 + 32 + len(json.dumps({"message": {"op": "put", "copy": described}, "bytes": size})) + 32 + size
+        sock, key = frames.connect(node.address, TOKEN, frames.REPLICAS)
+        with sock, image.open("rb") as file:
+            sock.settimeout(30.0)
+            link = Connection(Middle(sock, place % length), key, client=True)  # type: ignore[arg-type]
+            with pytest.raises(ConnectionError):  # not a timeout
+                link.send({"op": "put", "copy": described}, file, 0, size)
+                link.receive()
+        assert "it sent a message whose seal is not this connection's" in node.log.read_text()
+        assert [copy["rank"] for copy in request(node.address, TOKEN, {"op": "list"})[0]["copies"]] == [0]
 
 
 def test_many_silent_connections_do_not_block_the_replica_server(tmp_path: Path) -> None:

@@ -8,18 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hosts import Hosts, available
+from hosts import Hosts, OnHosts, available, losses
 
-from phalanx.control.protocol import AgentSettings
 from phalanx.events.log import read_events
-from phalanx.events.records import ControllerChanged, Event, FailureNoticed, Recovered, Step
-from phalanx.launch.agent_process import AgentProcess
+from phalanx.events.records import ControllerChanged, FailureNoticed, Recovered, Step
 from phalanx.launch.job import Job
-from phalanx.launch.launcher import StartedAgent
-from phalanx.launch.local import Local
 from phalanx.launch.prepare import Request, prepare
 from phalanx.spec.load import loads
-from phalanx.spec.run import Run
 
 pytestmark = [pytest.mark.clusters, pytest.mark.skipif(not available(), reason="needs root and network namespaces")]
 
@@ -52,28 +47,11 @@ def hosts() -> Iterator[Hosts]:
         yield made
 
 
-class OnHosts(Local):
-    """Starts each agent on a host of its own."""
-
-    def __init__(self, run: Run, hosts: Hosts, registry: str = "folder"):
-        super().__init__(run)
-        self._hosts, self.registry = hosts, registry
-
-    def start(self, settings: AgentSettings, log: Path) -> StartedAgent:
-        prefix = self._hosts.prefix(settings.node, private=Path(settings.run_dir) if self.registry == "launcher" else None)
-        own = replace(settings, bind=self._hosts.address(settings.node))
-        return AgentProcess(own, log, wrap=lambda command: [*prefix, *command])
-
-
 def job(folder: Path, hosts: Hosts | None, nodes: int = 1, spares: int = 0, registry: str = "folder") -> Job:
     prepared = prepare(loads(RUN.format(nodes=nodes, spares=spares, saved=f"{folder}-saved")), "run", Request(directory=folder))
     if hosts is not None:
         prepared = replace(prepared, launcher=OnHosts(prepared.run, hosts, registry))
     return Job(prepared)
-
-
-def losses(events: list[Event]) -> dict[int, tuple[float, int | None]]:
-    return {event.step: (event.loss, event.batch_digest) for event in events if isinstance(event, Step)}
 
 
 @pytest.mark.parametrize("registry", ["folder", "launcher"])

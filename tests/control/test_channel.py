@@ -101,6 +101,18 @@ def test_both_sides_must_know_the_token() -> None:
     asyncio.run(main())
 
 
+def test_connection_that_is_redirected_to_another_member_of_the_run_is_refused() -> None:
+    async def main() -> None:
+        async with listening() as (listener, refused):
+            sock = socket.create_connection(listener.address)
+            elsewhere = frames.client_handshake(TOKEN, frames.CONTROL, ("10.0.0.1", 1))  # whom the client believes to speak to
+            with sock, pytest.raises(Refused, match="refused this one's token"):
+                await asyncio.to_thread(frames._authenticate, sock, elsewhere, time.monotonic() + 60)
+            await soon(lambda: refused == ["it does not know the token of this run"])
+
+    asyncio.run(main())
+
+
 def test_impostor_server_learns_nothing_and_is_refused() -> None:
     heard = []
 
@@ -180,7 +192,12 @@ SEAL = "it sent a message whose seal is not this connection's"
         (lambda three: [three[1], three[0], three[2]], 0, SEAL),  # reordered
         (lambda three: [three[0], three[2]], 1, SEAL),  # left out
         (lambda three: [three[0], three[1][:-1] + b"!"], 1, SEAL),
-        (lambda three: [three[0], bytes([255]) + three[1][1:]], 1, "it announced a message of 4278190088 bytes"),
+        (lambda three: [three[0], bytes([255]) + three[1][1:]], 1, SEAL),  # another length
+        (
+            lambda three: [three[0], bytes([three[1][0], three[1][1] ^ 1]) + three[1][2:]],
+            1,
+            SEAL,
+        ),  # one that would be waited for
         (lambda three: [frames.MessageSealer(b"k" * 32, client=True).pack({"n": 9}), *three], 0, SEAL),  # of another connection
         (lambda three: [three[0], three[1][:-2]], 1, None),  # ended in the middle: nobody's fault
     ],
@@ -196,17 +213,21 @@ def test_changed_bytes_end_that_connection_alone(
 def test_sealed_but_invalid_messages_are_refused() -> None:
     for body, reason in ((b"[1]", "that is no table"), (b"{", "not JSON"), (b"[" * 100_000, "not JSON")):
         ours, theirs = frames.MessageSealer(b"k" * 32, client=True), frames.MessageSealer(b"k" * 32, client=False)
-        seal = ours._seal(b"asks", 0, body)
-        head = len(body).to_bytes(4, "big") + seal
+        length = len(body).to_bytes(4, "big")
+        assert theirs.size(length + ours.seal(length)) == frames.SEAL + len(body)
         with pytest.raises(Refused, match=reason):
-            theirs.open(head, body)
+            theirs.open(ours.seal(body) + body)
+    ours, theirs = frames.MessageSealer(b"k" * 32, client=True), frames.MessageSealer(b"k" * 32, client=False)
+    length = (frames.MAX_MESSAGE + 1).to_bytes(4, "big")
+    with pytest.raises(Refused, match="announced a message of 16777217 bytes"):
+        theirs.size(length + ours.seal(length))
 
 
 def test_reflected_messages_are_refused() -> None:
     seals = frames.MessageSealer(b"k" * 32, client=True)
     message = seals.pack({"n": 0})
     with pytest.raises(Refused, match="seal"):
-        seals.open(message[: frames.HEADER], message[frames.HEADER :])
+        seals.size(message[: frames.HEADER])
 
 
 def test_peer_that_never_reads_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:

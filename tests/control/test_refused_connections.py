@@ -18,6 +18,7 @@ import meeting
 import pytest
 import torch
 import torch.distributed as dist
+from strangers import attack, recorded
 
 from phalanx.events import frames
 from phalanx.events.frames import Address, BlockingChannel
@@ -27,7 +28,7 @@ from phalanx.parallel.mesh import connect
 from phalanx.spec.plan import Place
 from phalanx.verification.rank_pool import fork, serve_store
 
-TCP_RESET = struct.pack("ii", 1, 0)
+QUESTIONS = [{"store": 1}] + [{"op": "set", "key": f"recorded {number}", "value": "x" * 50} for number in range(4)]
 
 
 class Honest(threading.Thread):
@@ -77,52 +78,6 @@ def at_work(address: Address) -> Iterator[list[Honest]]:
             one.join()
 
 
-def recorded(address: Address) -> tuple[list[bytes], list[bytes]]:
-    """What an honest client said, and what it was answered, part by part."""
-    with socket.create_connection(address) as sock:
-        said, heard = [], [frames.receive_exactly(sock, frames.NONCE, time.monotonic() + 60)]
-        handshake = frames.client_handshake(meeting.TOKEN, frames.CONTROL, "the server")
-        next(handshake)
-        said.append(handshake.send(heard[0])[0])
-        sock.sendall(said[0])
-        heard.append(frames.receive_exactly(sock, frames.PROOF, time.monotonic() + 60))
-        with pytest.raises(StopIteration) as done:
-            handshake.send(heard[1])
-        seals = frames.MessageSealer(done.value.value, client=True)
-        questions = [{"store": 1}] + [{"op": "set", "key": f"recorded {number}", "value": "x" * 50} for number in range(4)]
-        for part in map(seals.pack, questions):
-            sock.sendall(part)
-            said.append(part)
-        for _ in range(4):
-            heard.append(frames.receive_exactly(sock, frames.HEADER + len('{"value": true}'), time.monotonic() + 60))
-    return said, heard
-
-
-def message(draw: random.Random, said: list[bytes], heard: list[bytes]) -> bytes:
-    """A stranger's message: at random, or of a conversation that it has overheard, changed or not."""
-    parts = list(draw.choice([said, said, heard]))
-    kind = draw.randrange(9)
-    if kind == 0:
-        return draw.randbytes(draw.choice([0, 1, 31, 32, 63, 64, 65, 100, 1000, 100_000]))
-    if kind == 1:
-        return draw.choice(
-            [b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01" + draw.randbytes(200), b"SSH-2.0-x\r\n", b"\x80\x04\x95."]
-        )
-    if kind == 2:
-        return draw.randbytes(64) + struct.pack("!I", draw.choice([0, 1, 1 << 24, 1 << 31, (1 << 32) - 1])) + draw.randbytes(99)
-    if kind == 3:
-        draw.shuffle(parts)
-    if kind == 4:
-        parts += parts  # repeated
-    whole = bytearray(b"".join(parts))
-    if kind in (5, 6):
-        for _ in range(draw.choice([1, 1, 2, 10])):
-            whole[draw.randrange(len(whole))] ^= 1 << draw.randrange(8)
-    if kind == 7:
-        del whole[draw.randrange(len(whole)) :]
-    return bytes(whole)  # and where nothing was changed, a conversation played again
-
-
 def on_the_way(address: Address, draw: random.Random) -> None:
     """Somebody on the way changes what passes after an honest proof."""
     sock, key = frames.connect(address, meeting.TOKEN, frames.CONTROL)
@@ -149,44 +104,10 @@ def on_the_way(address: Address, draw: random.Random) -> None:
                 pass
 
 
-Conversation = tuple[list[bytes], list[bytes]]
-
-
-def attack(address: Address, count: int, draw: random.Random, conversation: Conversation, patience: float = 10.0) -> None:
-    """That many strangers: some listen, some send and go, some reset, some stay half open, some send byte by byte."""
-    staying: list[socket.socket] = []
-    try:
-        for _ in range(count):
-            sock = socket.create_connection(address, timeout=patience)
-            text, manner = message(draw, *conversation), draw.randrange(8)
-            with suppress(OSError):
-                if manner == 0:
-                    frames.receive_exactly(sock, frames.NONCE, time.monotonic() + patience)
-                if manner == 1:
-                    for byte in text[:20]:
-                        sock.send(bytes([byte]))
-                else:
-                    sock.sendall(text[:40] if manner == 4 else text)  # less than a greeting, and then silence
-                if manner == 2:
-                    sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, TCP_RESET)
-                if manner == 3:
-                    sock.shutdown(socket.SHUT_WR)
-                    while sock.recv(4096):
-                        pass
-            if manner in (4, 5):
-                staying.append(sock)
-                sock = staying.pop(0) if len(staying) > 100 else None  # type: ignore[assignment]
-            if sock is not None:
-                sock.close()
-    finally:
-        for sock in staying:
-            sock.close()
-
-
 def _campaign(strangers: int, changed: int) -> None:
     draw = random.Random(strangers)
     with meeting.agent() as agent, at_work(agent.address) as honest:
-        conversation = recorded(agent.address)
+        conversation = recorded(agent.address, meeting.TOKEN, frames.CONTROL, QUESTIONS)
         attack(agent.address, 100, draw, conversation)  # what a process needs once, it has then
         meeting.until(lambda: agent.descriptors() < 30, "the first strangers are gone")
         memory, descriptors, most = agent.memory(), agent.descriptors(), [0]

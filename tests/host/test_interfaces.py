@@ -66,8 +66,10 @@ def test_workers_use_the_interface_of_their_address_unless_the_user_says_otherwi
         env = worker_env(plan, bind)
         return env.get("GLOO_SOCKET_IFNAME"), env.get("NCCL_SOCKET_IFNAME")
 
-    assert names("127.0.0.1") == ("lo", "lo")
-    assert names("10.0.0.5") == ("ib0", None), "over a network, NCCL finds its own"
+    assert names("127.0.0.1") == ("lo", "=lo")
+    assert names("10.0.0.5") == ("ib0", "=ib0")
+    assert "NCCL_SOCKET_FAMILY" not in worker_env(plan, "10.0.0.5")
+    assert worker_env(plan, "::1")["NCCL_SOCKET_FAMILY"] == "AF_INET6"
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth8")
     assert names("127.0.0.1") == names("10.0.0.5") == ("eth7", "eth8")

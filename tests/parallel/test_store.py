@@ -17,7 +17,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from phalanx.events.frames import Address
+from phalanx.events import frames
+from phalanx.events.frames import Address, BlockingChannel
 from phalanx.host.env import use_loopback_only
 from phalanx.parallel.mesh import Mesh, connect, disconnect
 from phalanx.parallel.store import ControlStore
@@ -112,6 +113,22 @@ def test_another_run_and_another_generation_are_said() -> None:
             late.set("a", "b")
         assert store(agent, 1).add("a", 1) == store(agent, 2).add("a", 1) == 1, "generations are apart"
         assert agent.stop() == {"it does not know the token of this run": 1}
+
+
+def test_a_request_whose_connection_ended_is_repeated_and_counts_once() -> None:
+    with meeting.agent() as agent:
+        ours = store(agent)
+        assert ours.add("n", 1) == 1
+        ours._idle[0]._socket.shutdown(socket.SHUT_RDWR)
+        assert ours.add("n", 1) == 2
+        for _ in range(2):  # the answer was lost, or the connection ended after it was given
+            channel = BlockingChannel(agent.address, meeting.TOKEN, frames.CONTROL)
+            channel.send({"store": 1})
+            channel.send({"op": "add", "key": "n", "value": 1, "id": "the same"})
+            assert channel.receive(60.0) == {"value": 3}
+            channel.close()
+        assert ours.add("n", 1) == 4
+        ours.close()
 
 
 def test_an_agent_that_dies_or_was_never_there_is_noticed_at_once() -> None:

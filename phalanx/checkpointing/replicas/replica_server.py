@@ -7,8 +7,8 @@ It writes its address as a line of JSON to standard output. When its standard in
 it removes everything and exits.
 
 Others ask it with `request`. A message is JSON followed by bytes, over TCP, one request per connection. Both sides prove the run's token before
-anything else is read (`events/frames`). Messages are not encrypted: they are for the network inside a cluster, which training's own messages
-use too.
+anything else is read, and every message and every block of bytes is sealed (`events/frames`). Nothing is encrypted: it is for the network
+inside a cluster, which training's own messages use too.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import mmap
 import os
 import select
 import socket
-import struct
 import sys
 import threading
 import time
@@ -33,14 +32,14 @@ from typing import Any, BinaryIO, NoReturn
 from phalanx.checkpointing.format import BLOCK
 from phalanx.checkpointing.replicas.shm_slots import ADDRESS, SLOTS, RankCopy, SlotDir, machine_id
 from phalanx.events import frames
-from phalanx.events.frames import Address
-from phalanx.events.rundir import replace_file
+from phalanx.events.frames import Address, Refused
+from phalanx.events.rundir import replace_private_file
 
 _CHECKSUM_THREADS = 2  # per copy: the cores are for training
 _MAX_UNPROVEN = 64  # connections that have not proved the token yet
 _POLL = 1.0  # seconds between two checks whether the parent process is alive
-_FRAME = struct.Struct("!QQ")  # bytes of the message, bytes after it
 _MAX_MESSAGE = 256 << 20  # bytes: names and checksums of a large rank's state are a few megabytes
+_SEALED_BLOCK = 1 << 20  # bytes that are sealed together; divides `BLOCK`
 _PATIENCE = 60.0  # seconds without a byte after which a server counts as dead
 
 Message = dict[str, Any]
@@ -49,25 +48,31 @@ Message = dict[str, Any]
 class Connection:
     """A connection to a process that has proved the token."""
 
-    def __init__(self, sock: socket.socket):
-        self._socket = sock
+    def __init__(self, sock: socket.socket, key: bytes, client: bool):
+        self._socket, self._sealer = sock, frames.MessageSealer(key, client, _MAX_MESSAGE)
 
     def send(self, message: Message, file: BinaryIO | None = None, begin: int = 0, length: int = 0) -> None:
-        """Send a message, and bytes of a file after it, which are not copied through this process."""
-        text = json.dumps(message).encode()
-        self._socket.sendall(_FRAME.pack(len(text), length) + text)
-        if file is not None and length and self._socket.sendfile(file, begin, length) != length:
-            raise ConnectionError("a file has become shorter")
+        """Send a message, and bytes of a file after it."""
+        self._socket.sendall(self._sealer.pack({"message": message, "bytes": length}))
+        if file is None or not length:
+            return
+        file.seek(begin)
+        frame = memoryview(bytearray(frames.SEAL + min(length, _SEALED_BLOCK)))
+        while length:
+            block = frame[frames.SEAL :][:length]
+            if file.readinto(block) != len(block):  # type: ignore[attr-defined]
+                raise ConnectionError("a file has become shorter")
+            frame[: frames.SEAL] = self._sealer.seal(block)
+            self._socket.sendall(frame[: frames.SEAL + len(block)])
+            length -= len(block)
 
     def receive(self) -> tuple[Message, int]:
         """A message, and the number of bytes after it."""
-        size, length = _FRAME.unpack(self.receive_bytes(_FRAME.size))
-        if size > _MAX_MESSAGE:
-            raise ConnectionError(f"a message of {size} bytes is longer than {_MAX_MESSAGE}")
-        message = json.loads(self.receive_bytes(size))
-        if not isinstance(message, dict):
-            raise ConnectionError("a message is not a JSON object")
-        return message, length
+        size = self._sealer.size(self._receive(frames.HEADER))
+        match self._sealer.open(self._receive(size)):
+            case {"message": dict(message), "bytes": int(length)} if length >= 0:
+                return message, length
+        raise Refused("it sent a message of another kind")
 
     def receive_bytes(self, size: int) -> bytearray:
         data = bytearray(size)
@@ -75,19 +80,34 @@ class Connection:
         return data
 
     def receive_into(self, into: memoryview) -> None:
-        while into:
-            count = self._socket.recv_into(into)
-            if not count:
-                raise ConnectionError("the connection ended during a message")
-            into = into[count:]
+        """Receive bytes that follow a message: all of them, or a multiple of `_SEALED_BLOCK`."""
+        for begin in range(0, len(into), _SEALED_BLOCK):
+            seal = self._receive(frames.SEAL)
+            with into[begin : begin + _SEALED_BLOCK] as block:
+                self._fill(block)
+                self._sealer.check(seal, block)
 
     def drop(self, length: int) -> None:
         """Receive and discard bytes: the other side reads the answer only when it has sent all."""
-        buffer = memoryview(bytearray(1 << 20))
+        buffer = memoryview(bytearray(_SEALED_BLOCK))
         while length:
             part = buffer[:length]
             self.receive_into(part)
             length -= len(part)
+
+    def _receive(self, size: int) -> bytes:
+        data = bytearray(size)
+        self._fill(memoryview(data))
+        return bytes(data)
+
+    def _fill(self, into: memoryview) -> None:
+        received = 0
+        while received < len(into):
+            with into[received:] as rest:  # released at once: a mapped file cannot be closed while a view of it exists
+                count = self._socket.recv_into(rest)
+            if not count:
+                raise ConnectionError("the connection ended during a message")
+            received += count
 
 
 def request(
@@ -101,12 +121,12 @@ def request(
 ) -> tuple[Message, bytearray]:
     """A replica server's answer, and the bytes after it. `file`: its first `length` bytes are sent along.
 
-    Raises Refused if either side does not know the token, and OSError with the server's reason if it cannot do what it is asked to.
+    Raises Refused if either side does not know the token or something was changed on the way, and OSError with the server's reason if it cannot do what it is asked to.
     """
-    sock, _ = frames.connect(address, token, frames.REPLICAS, min(frames.HANDSHAKE_SECONDS, patience))
+    sock, key = frames.connect(address, token, frames.REPLICAS, min(frames.HANDSHAKE_SECONDS, patience))
     with sock:
         sock.settimeout(patience)
-        connection = Connection(sock)
+        connection = Connection(sock, key, client=True)
         connection.send(message, file, 0, length)
         answer, size = connection.receive()
         payload = connection.receive_bytes(size)
@@ -120,10 +140,10 @@ def request(
 class ReplicaServer:
     """Memory replicas of one node of one run."""
 
-    def __init__(self, folder: Path, node: int, token: str, bind: str = "127.0.0.1"):
-        """`bind`: address of the only interface to listen on."""
+    def __init__(self, folder: Path, node: int, token: str, bind: str = "127.0.0.1", ports: range | None = None):
+        """`bind`: address of the only interface to listen on. `ports`: take one of these."""
         self.slots, self.node, self._token = SlotDir(folder), node, token
-        self._listener = socket.create_server((bind, 0), backlog=1024)
+        self._listener = frames.listen(bind, ports, backlog=1024)
         self.address: Address = self._listener.getsockname()[:2]
         self._peers: list[tuple[int, Address]] = []
         self._reserving = threading.Lock()
@@ -137,8 +157,8 @@ class ReplicaServer:
             "discard": lambda message: self.slots.discard(int(message["before"]), message.get("after")),
             "peers": self._set_peers,
         }
-        # For this node's workers. Only this user can read the folder.
-        replace_file(folder / ADDRESS, json.dumps({"address": self.address, "token": token, "node": node}))
+        # For this node's workers.
+        replace_private_file(folder / ADDRESS, json.dumps({"address": self.address, "token": token, "node": node}))
 
     def serve(self) -> None:
         """Accept connections until `close`."""
@@ -166,17 +186,16 @@ class ReplicaServer:
         self._listener.close()
 
     def _serve_connection(self, sock: socket.socket, where: Address) -> None:
-        with sock:
+        with sock, contextlib.suppress(ConnectionError):
             try:
-                frames.accept_client(sock, self._token, frames.REPLICAS)
-            except OSError as error:
-                _log(f"refused {where[0]}:{where[1]}: {error}")
-                return
-            finally:
-                with self._unproven_lock:
-                    self._unproven.pop(sock, None)
-            with contextlib.suppress(ConnectionError):
-                self._answer(Connection(sock))
+                try:
+                    key = frames.accept_client(sock, self._token, frames.REPLICAS, self.address)
+                finally:
+                    with self._unproven_lock:
+                        self._unproven.pop(sock, None)
+                self._answer(Connection(sock, key, client=False))
+            except Refused as error:
+                _log(f"refused {frames.format_address(where[:2])}: {error}")
 
     def _answer(self, link: Connection) -> None:
         """Serve one request."""
@@ -312,7 +331,8 @@ def _log(message: str) -> None:
 def main() -> NoReturn:
     parent, settings = os.getppid(), json.loads(sys.stdin.readline())
     folder = Path(settings["folder"])  # claimed by the parent process, whose lock this process has inherited
-    server = ReplicaServer(folder, settings["node"], settings["token"], settings["bind"])
+    ports = settings.get("ports")
+    server = ReplicaServer(folder, settings["node"], settings["token"], settings["bind"], range(*ports) if ports else None)
     threading.Thread(target=server.serve, daemon=True).start()
     print(json.dumps({"address": server.address}), flush=True)
     # Other processes that the parent has forked may keep the pipe open after its death.
