@@ -12,9 +12,20 @@ from typer import Argument, Option
 from phalanx.cli.options import AsJson
 from phalanx.cli.output import console, finish
 from phalanx.dashboard.numbers import duration
+from phalanx.dashboard.progress import event_line
 from phalanx.dashboard.summary import Summary
 from phalanx.events.log import launch_events, read_events
-from phalanx.events.records import Event, FailureNoticed, Finished, Recovered, Stopped, WorkerFailed, WorkerStarted
+from phalanx.events.records import (
+    Event,
+    FailureNoticed,
+    Finished,
+    HostRejected,
+    HostsChecked,
+    Recovered,
+    Stopped,
+    WorkerFailed,
+    WorkerStarted,
+)
 from phalanx.events.run_logs import LogLine, LogReader
 from phalanx.events.rundir import RunDir, replace_file
 from phalanx.spec.errors import RunError
@@ -45,6 +56,7 @@ def status(run_dir: RunDirectory, json: AsJson = False) -> None:
         "tokens_per_second": summary.tokens_per_second,
         "ranks": summary.ranks,
         "hosts": {host: sorted(ranks) for host, ranks in hosts.items() if ranks},
+        "rejected": {event.host: event.message for event in events if isinstance(event, HostRejected)},
         "failures": len([event for event in events if isinstance(event, FailureNoticed)]),
         "recovered": len([event for event in events if isinstance(event, Recovered)]),
         "checkpoint": summary.checkpoint,
@@ -57,7 +69,10 @@ def status(run_dir: RunDirectory, json: AsJson = False) -> None:
         if ranks:
             console.print(f"  {host}: ranks {', '.join(map(str, sorted(ranks)))}", soft_wrap=True)
     for event in events:
-        if isinstance(event, FailureNoticed):
+        if isinstance(event, HostsChecked | HostRejected) and (line := event_line(event)) is not None:
+            line.pad_left(2)
+            console.print(line, soft_wrap=True)
+        elif isinstance(event, FailureNoticed):
             console.print(f"  step {event.step}: {event.message}", style="yellow", markup=False, soft_wrap=True)
         elif isinstance(event, Recovered):
             console.print(

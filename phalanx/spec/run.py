@@ -227,6 +227,8 @@ class Cluster:
     """Number of machines. With the local launcher they are groups of processes on this machine, each with its own agent."""
     bind: str = "127.0.0.1"
     """Address of the only network interface that the run's processes listen on."""
+    min_speed: float = field(default=0.5, metadata=within(0.0, 1.0))
+    """Part of the usual speed of links and devices that each host must reach in the check before the first step. A slower host is left out, or the run refused. 0: any speed will do."""
     launcher: Literal["local", "ssh", "ray", "slurm", "kubernetes"] = field(
         default="local", metadata=later("launching through Kubernetes", but=("ssh", "slurm", "ray"))
     )
