@@ -200,8 +200,7 @@ def check(faults: Iterable[Fault], ranks: int, nodes: int, steps: int) -> list[s
                 )
         if fault.step > steps:
             problems.append(f'--chaos: "{fault}": there is no step {fault.step}, the run has steps 1 to {steps}.')
-        named = fault.kinds if fault.kind == "random" else () if fault.kind == "drop-link" else (fault.kind,)
-        impossible = [kind for kind in named if needs_nodes(kind)]
+        impossible = [kind for kind in fault.kinds or (fault.kind,) if needs_nodes(kind)]
         if impossible and nodes == 1:
             problems.append(f'--chaos: "{fault}": {either(impossible)} needs several nodes, but cluster.nodes = 1.')
     return problems
