@@ -33,7 +33,7 @@ class LinkSpeed:
 
 
 class LinkServer:
-    """Answers `measure_link`, one client at a time, until it is closed."""
+    """Answers `measure_link` until it is closed, each client in a thread of its own: a stranger that says nothing must not keep others waiting."""
 
     def __init__(self, bind: str, token: str):
         """`bind`: address of the only interface to listen on."""
@@ -53,14 +53,17 @@ class LinkServer:
                 sock, _ = self._listener.accept()
             except OSError:
                 return
-            with sock, contextlib.suppress(OSError):
-                frames.accept_client(sock, self._token, frames.LINKS)
-                sock.settimeout(_PATIENCE)
-                (seconds,) = _NUMBER.unpack(frames.receive_exactly(sock, _NUMBER.size, time.monotonic() + _PATIENCE))
-                for _ in range(_PINGS):
-                    sock.sendall(frames.receive_exactly(sock, 1, time.monotonic() + _PATIENCE))
-                sock.sendall(_NUMBER.pack(_receive(sock, seconds)))
-                _send(sock, seconds)
+            threading.Thread(target=self._answer, args=(sock,), name="link", daemon=True).start()
+
+    def _answer(self, sock: socket.socket) -> None:
+        with sock, contextlib.suppress(OSError):
+            frames.accept_client(sock, self._token, frames.LINKS)
+            sock.settimeout(_PATIENCE)
+            (seconds,) = _NUMBER.unpack(frames.receive_exactly(sock, _NUMBER.size, time.monotonic() + _PATIENCE))
+            for _ in range(_PINGS):
+                sock.sendall(frames.receive_exactly(sock, 1, time.monotonic() + _PATIENCE))
+            sock.sendall(_NUMBER.pack(_receive(sock, seconds)))
+            _send(sock, seconds)
 
 
 def measure_link(address: Address, token: str, seconds: float) -> LinkSpeed:

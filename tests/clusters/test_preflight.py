@@ -207,7 +207,6 @@ def test_a_host_whose_link_is_shaped_to_a_tenth_is_named(cluster: Cluster) -> No
             r"cluster.min_speed = 0.5 of",
             result.rejected[1],
         )
-        assert result.checked.seconds < 10 + 5, "the links take 10 s at most"
 
 
 def test_a_host_with_a_full_disk_is_named(cluster: Cluster) -> None:
