@@ -155,6 +155,13 @@ class Hosts:
     def _nsenter(self, host: int) -> list[str]:
         return ["nsenter", f"--net=/run/netns/{self._name(host)}"]
 
+    def shape(self, host: int, rate: int) -> None:
+        """From now on it sends and receives this many bits per second at most."""
+        name, limit = self._name(host), ["root", "tbf", "rate", f"{rate}bit", "burst", "256kb", "latency", "50ms"]
+        for where in (["-n", name], []):
+            device = "eth0" if where else name
+            subprocess.run(["tc", *where, "qdisc", "replace", "dev", device, *limit], check=True, capture_output=True)
+
     def _name(self, host: int) -> str:
         return f"{self._bridge}h{host}"
 

@@ -13,9 +13,21 @@ from typer import Argument, Option
 from phalanx.cli.options import AsJson
 from phalanx.cli.output import console, finish
 from phalanx.dashboard.numbers import duration
+from phalanx.dashboard.progress import event_line
 from phalanx.dashboard.summary import Summary
 from phalanx.events.log import launch_events, read_events
-from phalanx.events.records import Event, FailureNoticed, Finished, Recovered, RunStarted, Stopped, WorkerFailed, WorkerStarted
+from phalanx.events.records import (
+    Event,
+    FailureNoticed,
+    Finished,
+    HostRejected,
+    HostsChecked,
+    Recovered,
+    RunStarted,
+    Stopped,
+    WorkerFailed,
+    WorkerStarted,
+)
 from phalanx.events.run_logs import LogLine, LogReader
 from phalanx.events.rundir import RunDir, replace_file
 from phalanx.spec.errors import RunError
@@ -48,6 +60,7 @@ def status(run_dir: RunDirectory, json: AsJson = False) -> None:
         "tokens_per_second": summary.tokens_per_second,
         "ranks": summary.ranks,
         "hosts": {host: sorted(ranks) for host, ranks in hosts.items() if ranks},
+        "rejected": {event.host: event.message for event in events if isinstance(event, HostRejected)},
         "failures": len([event for event in events if isinstance(event, FailureNoticed)]),
         "recovered": len([event for event in events if isinstance(event, Recovered)]),
         "checkpoint": summary.checkpoint,
@@ -59,7 +72,10 @@ def status(run_dir: RunDirectory, json: AsJson = False) -> None:
         if ranks:
             console.print(f"  {host}: ranks {', '.join(map(str, sorted(ranks)))}", soft_wrap=True)
     for event in events:
-        if isinstance(event, FailureNoticed):
+        if isinstance(event, HostsChecked | HostRejected) and (line := event_line(event)) is not None:
+            line.pad_left(2)
+            console.print(line, soft_wrap=True)
+        elif isinstance(event, FailureNoticed):
             at = _clock(event.time) if event.step is None else f"step {event.step}"
             console.print(f"  {at}: {event.message}", style="yellow", markup=False, soft_wrap=True)
         elif isinstance(event, Recovered):

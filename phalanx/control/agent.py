@@ -24,8 +24,9 @@ from phalanx.control.channel import MAX_UNAUTHENTICATED, Channel, Listener
 from phalanx.control.controller import Controller
 from phalanx.control.election import LeaderClient, NodeServices, tell_launcher
 from phalanx.control.launcher_registry import LauncherRegistry
+from phalanx.control.node_check import NodeCheck
 from phalanx.control.node_faults import NodeFaults
-from phalanx.control.processes import ForkClient, ReplicaProcess, Worker, inspect_process
+from phalanx.control.processes import ForkClient, OnReport, ReplicaProcess, Worker, inspect_process
 from phalanx.events import heartbeat
 from phalanx.events.heartbeat import Beat
 from phalanx.events.records import StrangerRefused, Warned
@@ -59,12 +60,15 @@ class Agent(NodeServices):
         self._restarting: asyncio.Task[Any] | None = None
         self._refused, self._refusal_recorded = 0, 0.0
         self._faults = NodeFaults(self, self._chaos)
+        self._check = NodeCheck(self, self.slots, self._bind, self._fork)
 
     # --- the life of the node ---
 
     async def live(self) -> None:
         """Run until the run is over."""
         # While the fork server loads torch, which takes longer.
+        if self.nodes > 1:
+            self._check.prepare()
         ports = self.run.cluster.port_range
         self.replica_process = await asyncio.to_thread(ReplicaProcess, self.rundir, self.node, self._bind, self.token, ports)
         asyncio.get_running_loop().add_signal_handler(signal.SIGCHLD, self._reap)
@@ -82,6 +86,7 @@ class Agent(NodeServices):
         for worker in self.workers.values():
             await worker.gone.wait()
         await listener.close()
+        self._check.close()
         self.replica_process.close()
         self._faults.close()
 
@@ -217,7 +222,12 @@ class Agent(NodeServices):
         match order:
             case protocol.KeepWorkers():
                 self._kept = order
+            case protocol.CheckHost():
+                self.spawn(self._check.check(order, self._faults.miscomputes()))
+            case protocol.MeasureLinks():
+                self.spawn(self._check.measure(order))
             case protocol.BeginGeneration():
+                self._check.close()
                 await self._begin(order)
             case protocol.Halt() | protocol.Pause() | protocol.LocateRanks():
                 for worker in self._workers_of(order.generation):
@@ -290,10 +300,10 @@ class Agent(NodeServices):
         )
         return protocol.BeginRank(begin=order, place=place, heartbeat=str(worker.heartbeat), chaos=self._chaos)
 
-    async def _fork(self, slot: int) -> Worker:
+    async def _fork(self, slot: int, on_report: OnReport | None = None) -> Worker:
         self._forked += 1
         name, page = f"{self.node}.{self._forked}", self.replica_process.folder / f"pulse-{self._forked}"
-        worker = await self.fork_client.fork(name, slot, page, self._on_rank_report)
+        worker = await self.fork_client.fork(name, slot, page, on_report or self._on_rank_report)
         self.workers[name] = worker
         self._reap()  # it may have died before it was known here
         return worker
@@ -305,10 +315,11 @@ class Agent(NodeServices):
 
     # --- the workers ---
 
-    def _on_rank_report(self, worker: Worker, report: protocol.RankReport | protocol.Record) -> None:
+    def _on_rank_report(self, worker: Worker, report: protocol.RankReport | protocol.Record | protocol.Computed) -> None:
         if isinstance(report, protocol.Record):
             self.records.add(report)
             return
+        assert isinstance(report, protocol.RankReport), "ranks compute no checks"
         if isinstance(report, protocol.RankFailed):
             worker.failure = report.failure  # reported with its death
             return

@@ -16,14 +16,14 @@ from phalanx.control import protocol
 from phalanx.control.channel import Channel
 from phalanx.control.controller_state import Control, Generation, Member, RecoveryRecord
 from phalanx.control.election import NodeServices
+from phalanx.control.preflight import Preflight
 from phalanx.control.recover import Recovery, Replanner
 from phalanx.control.watchdog import Watchdog, worker_failure
 from phalanx.events.frames import Refused
 from phalanx.events.heartbeat import Beat
-from phalanx.events.records import ControllerChanged, Event, FailureNoticed, Finished, Recovered, Step, Stopped
+from phalanx.events.records import ControllerChanged, Event, FailureNoticed, Finished, HostRejected, Recovered, Step, Stopped
 from phalanx.host.probe import this_machine
 from phalanx.recovery.diagnose import HangReport
-from phalanx.recovery.relayout import initial_assignment
 from phalanx.recovery.state import Failure
 
 _HEARTBEAT = 0.3  # seconds between two heartbeats to the agents, if there are few
@@ -73,6 +73,8 @@ class Controller(Control):
         match report:
             case protocol.Beats():
                 self._on_beats(report)
+            case protocol.HostChecked() | protocol.Computed() | protocol.LinkMeasured():
+                self.state.checks.update(node, report)
             case protocol.RankLocation():
                 if report.question == self.state.question:  # not a late answer to an earlier one
                     known = self.state.locations.get(report.rank, HangReport())
@@ -196,7 +198,7 @@ class Controller(Control):
         """Control the run until it ends or another controller takes over."""
         heartbeats = asyncio.create_task(self._send_heartbeats())
         try:
-            await _start(self)
+            await _start(self, self._replanner)
             while self.agent.outcome is None and self.leads:
                 if self._finish_if_complete():
                     break
@@ -226,7 +228,7 @@ class Controller(Control):
         return True
 
 
-async def _start(control: Control) -> None:
+async def _start(control: Control, replanner: Replanner) -> None:
     """Start the first generation once all nodes have joined; if another controller led before, take over its generation."""
     state, agent = control.state, control.agent
     expected = set(range(agent.nodes))
@@ -237,7 +239,7 @@ async def _start(control: Control) -> None:
             logs = agent.rundir.logs
             control.end(1, f"node {min(missing)} did not start within {_JOIN_TIMEOUT:.0f} s: see its log in {logs}.")
         else:
-            await _begin_first(control)
+            await _begin_first(control, replanner)
         return
     nodes = {*newest.assignment} - {newest.author}
     await control.until(lambda: nodes <= state.members.keys(), _TAKEOVER_TIMEOUT)
@@ -257,7 +259,9 @@ def _read_history(control: Control, events: list[Event]) -> list[FailureNoticed]
     state = control.state
     unrecovered: dict[int, FailureNoticed] = {}
     for event in events:
-        if isinstance(event, FailureNoticed):
+        if isinstance(event, HostRejected):
+            state.rejected.add(event.node)
+        elif isinstance(event, FailureNoticed):
             unrecovered[event.number] = event
             state.failures = max(state.failures, event.number)
             state.history += (Failure(event.cause, event.rank, event.step, event.message, event.node, time=event.time),)
@@ -268,9 +272,12 @@ def _read_history(control: Control, events: list[Event]) -> list[FailureNoticed]
     return list(unrecovered.values())
 
 
-async def _begin_first(control: Control) -> None:
+async def _begin_first(control: Control, replanner: Replanner) -> None:
     state, agent = control.state, control.agent
-    assignment = initial_assignment(agent.plan.layout, state.nodes())
+    chosen = await Preflight(control, replanner).run()
+    if chosen is None:
+        return
+    plan, assignment = chosen
     state.joined.clear()
     if control.term > 1:  # every node that knew the previous generation is gone
         events = await agent.registry.history()
@@ -280,7 +287,7 @@ async def _begin_first(control: Control) -> None:
         agent.emit(FailureNoticed(number=state.failures, cause="node lost", message=message, step=step))
         now = time.time()
         state.recovery = RecoveryRecord(now, [state.failures], source="disk", decided=now, step_before=step)
-    await control.begin(agent.plan, assignment, {}, protocol.StateSource(in_memory=False))
+    await control.begin(plan, assignment, {}, protocol.StateSource(in_memory=False))
 
 
 def _take_over(control: Control, begin: protocol.BeginGeneration, events: list[Event]) -> None:

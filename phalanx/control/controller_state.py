@@ -20,6 +20,7 @@ from phalanx.control.store_server import KeyValueStore
 from phalanx.events.frames import Address, to_body
 from phalanx.events.heartbeat import Beat
 from phalanx.events.records import WorkerFailed
+from phalanx.host.host_check import DeviceResult
 from phalanx.recovery import state as policy
 from phalanx.recovery.diagnose import HangReport
 from phalanx.recovery.relayout import replicated_elsewhere
@@ -173,6 +174,26 @@ class Generation:
 
 
 @dataclass(slots=True)
+class HostChecks:
+    """What the nodes have reported about their hosts before the first generation."""
+
+    reports: dict[int, tuple[protocol.HostChecked, float]] = field(default_factory=dict)
+    """With the time of arrival."""
+    computed: dict[int, list[DeviceResult]] = field(default_factory=dict)
+    links: dict[tuple[int, int], protocol.LinkMeasured] = field(default_factory=dict)
+    """The last measurement of each pair."""
+
+    def update(self, node: int, report: protocol.HostChecked | protocol.Computed | protocol.LinkMeasured) -> None:
+        match report:
+            case protocol.HostChecked():
+                self.reports[node] = (report, time.time())
+            case protocol.Computed():
+                self.computed.setdefault(node, []).append(report.result)
+            case protocol.LinkMeasured():
+                self.links[node, report.peer] = report
+
+
+@dataclass(slots=True)
 class RecoveryRecord:
     """A recovery in progress: what its `recovered` record will say."""
 
@@ -194,6 +215,9 @@ class ControllerState:
     """Layout that the run asks for."""
     members: dict[int, Member] = field(default_factory=dict)
     generation: Generation | None = None
+    checks: HostChecks = field(default_factory=HostChecks)
+    rejected: set[int] = field(default_factory=set)
+    """Nodes that failed the check before the first generation: they get no ranks and keep no copies."""
     events: list[policy.Event] = field(default_factory=list)
     """What happened and is not handled yet."""
     joined: set[int] = field(default_factory=set)
@@ -247,11 +271,11 @@ class ControllerState:
         return max(begins, key=lambda begin: begin.generation, default=None)
 
     def nodes(self) -> dict[int, int]:
-        """Slots of every node."""
-        return {number: member.join.slots for number, member in sorted(self.members.items())}
+        """Slots of every node that may train."""
+        return {node: self.members[node].join.slots for node in sorted(self.members.keys() - self.rejected)}
 
     def replica_servers(self) -> list[Address]:
-        return [member.replica_server for member in self.members.values()]
+        return [member.replica_server for node, member in self.members.items() if node not in self.rejected]
 
     def take_events(self) -> list[policy.Event]:
         """Everything that has happened since the last call."""
@@ -434,7 +458,7 @@ class Control:
 
     async def set_replica_peers(self) -> None:
         """Tell the replica servers of all nodes where the others are. Nodes without ranks keep copies, too."""
-        servers = {node: member.replica_server for node, member in self.state.members.items()}
+        servers = {node: self.state.members[node].replica_server for node in self.state.nodes()}
         await asyncio.to_thread(replica_index.set_peers, servers, self.agent.token, self.agent.run.checkpoint.memory_copies)
 
     def end(self, code: int, reason: str | None = None, rank: int | None = None, traceback: str = "") -> None:

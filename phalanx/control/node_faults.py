@@ -26,10 +26,19 @@ class NodeFaults:
         run_dir: Path = agent.rundir.path
         faults = parse(chaos)
         self._claims = FaultClaims(run_dir)
-        self._pending = {number: fault for number, fault in enumerate(faults) if is_node_fault(fault)}
+        self._pending = {
+            number: fault for number, fault in enumerate(faults) if is_node_fault(fault) and fault.kind != "miscompute"
+        }
+        self._miscomputes = [fault for fault in faults if fault.kind == "miscompute" and fault.node == agent.node]
         self._waker: subprocess.Popen[bytes] | None = None
         if any(fault.kind == "fill-disk" for fault in faults):
             DISK.watch(run_dir)
+
+    def miscomputes(self) -> bool:
+        """Whether this node's devices compute wrongly. The fault lasts, and is recorded whenever they are checked."""
+        for fault in self._miscomputes:
+            self._agent.emit(fault_record(fault, None))
+        return bool(self._miscomputes)
 
     def on_step(self, step: int) -> None:
         """Inject the faults that are due after this many complete steps."""

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.checkpointing.replicas import shm_slots
-from phalanx.control.protocol import RankFailure, RankReport, Record, decode, encode
+from phalanx.control.protocol import Computed, RankFailure, RankReport, Record, decode, encode
 from phalanx.events import heartbeat
 from phalanx.events.frames import Address
 from phalanx.events.rundir import RunDir
@@ -70,6 +70,9 @@ class Worker:
         self.gone.set()
         self.heartbeat.unlink(missing_ok=True)
         self.heartbeat.with_suffix(".stack").unlink(missing_ok=True)
+
+
+OnReport = Callable[[Worker, RankReport | Record | Computed], None]
 
 
 async def inspect_process(worker: Worker) -> HangReport:
@@ -157,7 +160,7 @@ class ForkClient:
             log = (self._rundir.logs / "launch.log").read_text(errors="replace")[-4000:]
             self._on_failure(f"The process that starts the workers ended with exit code {code}.", log)
 
-    async def fork(self, name: str, slot: int, page: Path, on_report: Callable[[Worker, RankReport | Record], None]) -> Worker:
+    async def fork(self, name: str, slot: int, page: Path, on_report: OnReport) -> Worker:
         """Fork a new worker, in milliseconds once the fork server is ready. `page`: its heartbeat."""
         while True:
             await self.ready.wait()

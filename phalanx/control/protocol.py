@@ -11,6 +11,9 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, dataclass_transform
 
 from phalanx.events.heartbeat import Beat
+from phalanx.host.host_check import DeviceResult
+from phalanx.host.host_report import HostReport
+from phalanx.host.link_probe import LinkSpeed
 from phalanx.recovery.diagnose import HangReport
 from phalanx.spec.layout import Layout
 from phalanx.spec.plan import Place, Plan, Promise
@@ -52,8 +55,19 @@ def _place(*, store: list[Any] | None, **fields: Any) -> Place:
     return Place(store=None if store is None else (store[0], store[1]), **fields)
 
 
-MESSAGES: dict[str, Callable[..., Any]] = {"Layout": Layout, "Place": _place, "Plan": Plan, "Promise": Promise}
-"""Class name to its constructor, for `decode`: every message, and the values of `spec` inside them."""
+def _host_report(**table: Any) -> HostReport:
+    return HostReport.from_json(table)
+
+
+MESSAGES: dict[str, Callable[..., Any]] = {
+    "Layout": Layout,
+    "Place": _place,
+    "Plan": Plan,
+    "Promise": Promise,
+    **{"DeviceResult": DeviceResult, "LinkSpeed": LinkSpeed},
+    **{"HostReport": _host_report, "Machine": dict, "Gpu": dict},  # a report makes its machine and GPUs from tables
+}
+"""Class name to its constructor, for `decode`: every message, and the values of other rooms inside them."""
 
 
 @dataclass_transform(kw_only_default=True, frozen_default=True)
@@ -255,6 +269,25 @@ class ControllerAlive(Order):
     """Records that have arrived on this connection."""
 
 
+class CheckHost(Order):
+    """Before the first generation: report what the host is (`HostChecked`), and what each of its devices computes (`Computed`)."""
+
+    compute: str
+    """Number format to compute in; empty: compute nothing."""
+    device: str
+    """Kind of device that the ranks use."""
+
+
+class MeasureLinks(Order):
+    """Before the first generation: the first node of each pair measures its link to the second, and reports `LinkMeasured`."""
+
+    pairs: list[list[int]]
+    addresses: dict[str, list[Any]]
+    """Host and port of each node's `LinkServer`."""
+    seconds: float
+    """In each direction."""
+
+
 class KeepWorkers(Order):
     """To one node, before `BeginGeneration`: its processes that become ranks of that generation, by rank. The others are new."""
 
@@ -357,6 +390,16 @@ class BeginRank(Message):
     heartbeat: str
     """Path of the heartbeat page."""
     chaos: str
+
+
+class Compute(Message):
+    """Compute what `CheckHost` asks for, and report `Computed` for each kind of device."""
+
+    slot: int
+    devices: list[str]
+    compute: str
+    wrong: bool
+    """Injected fault: the result is wrong by one bit."""
 
 
 class CutConnections(Message):
@@ -464,6 +507,28 @@ class Join(Message):
     stopping: str | None
 
 
+class HostChecked(Message):
+    """The host of a node, and where its links can be measured."""
+
+    report: HostReport
+    link_server: list[Any]
+
+
+class Computed(Message):
+    """What one device has computed."""
+
+    result: DeviceResult
+
+
+class LinkMeasured(Message):
+    """The link of a node to another."""
+
+    peer: int
+    speed: LinkSpeed | None
+    """None: they cannot connect."""
+    problem: str = ""
+
+
 class RanksBegan(Message):
     """The processes of this node's ranks, by rank."""
 
@@ -504,4 +569,16 @@ class ReplicaServerMoved(Message):
     address: list[Any]
 
 
-Report = Join | RanksBegan | RankDied | Beats | Record | ReplicaServerMoved | Stop | RankReport
+Report = (
+    Join
+    | HostChecked
+    | Computed
+    | LinkMeasured
+    | RanksBegan
+    | RankDied
+    | Beats
+    | Record
+    | ReplicaServerMoved
+    | Stop
+    | RankReport
+)

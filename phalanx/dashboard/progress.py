@@ -38,6 +38,7 @@ _PLAIN_LINES: dict[type[Event], tuple[str, str]] = {
     ),
     records.SaveFailed: ("step {event.step}  NOT SAVED: {event.reason}; earlier checkpoints are untouched", "bold red"),
     records.ExportFailed: ("step {event.step}  NOT EXPORTED: {event.reason}; its checkpoint is untouched", "bold red"),
+    records.HostRejected: ("host rejected: {event.message}", "bold red"),
     records.FailureNoticed: ("failure {event.number}: {event.message}", "bold red"),
     records.ControllerChanged: ("node {event.node} is now the controller", "yellow"),
     **dict.fromkeys((records.Straggling, records.Corrupted, records.NotFinite), ("{event.message}", "yellow")),
@@ -215,6 +216,8 @@ def _line(event: Event) -> tuple[str, str] | None:
             ranks = f"{event.ranks} {_DEVICES.get(event.device, event.device)} rank{'s' if event.ranks > 1 else ''}"
             work = f"{event.accumulation} × {event.micro_batch} sequences per rank and step"
             return f"training {count(event.parameters)} parameters on {ranks} in {event.compute}, {work}", "bold"
+        case records.HostsChecked():
+            return _hosts_line(event), "green" if not event.rejected else "yellow"
         case records.WeightsLoaded():
             return f"loaded initial weights from {event.path} in {duration(event.seconds)}", "green"
         case StepSkipped():
@@ -259,6 +262,20 @@ def _line(event: Event) -> tuple[str, str] | None:
             return f"node {event.node} refused a connection from {event.address}{total}: {event.reason}", "yellow"
     text, style = _PLAIN_LINES.get(type(event), ("", ""))
     return (text.format(event=event), style) if text else None
+
+
+def _hosts_line(event: records.HostsChecked) -> str:
+    """What the check of the hosts has found, in a line."""
+    parts, names = [], event.hosts
+    if event.links:
+        slowest = min(event.links, key=lambda pair: event.links[pair])
+        hosts = "–".join(names.get(node, node) for node in slowest.split("-"))
+        fastest = max(event.links.values())
+        parts.append(f"links up to {size(fastest)}/s (slowest: {hosts}, {size(event.links[slowest])}/s)")
+    if event.flops:
+        parts.append(f"devices from {flops(min(event.flops.values()))}")
+    parts.append(f"{event.rejected} rejected" if event.rejected else "none rejected")
+    return f"checked {len(names)} hosts in {duration(event.seconds)}: {', '.join(parts)}"
 
 
 def _by_source(event: Evaluated) -> str:

@@ -68,8 +68,8 @@ def fill_disk(run_dir: Path, seconds: float) -> None:
     replace_file(flag, repr(time.time() + seconds))
 
 
-def fault_record(fault: Fault, step: int) -> FaultInjected:
-    """The record of a fault, written before it happens in `step`."""
+def fault_record(fault: Fault, step: int | None) -> FaultInjected:
+    """The record of a fault, written before it happens in `step`; None: before the first step."""
     return FaultInjected(fault=str(fault), rank=fault.rank, node=fault.node, step=step)
 
 

@@ -24,7 +24,7 @@ from phalanx.spec.json_value import JsonObject
 
 Address = tuple[str, int]
 
-CONTROL, REPLICAS = b"control", b"copies"
+CONTROL, REPLICAS, LINKS = b"control", b"copies", b"links"
 """Purpose of a connection. A proof for a replica server is worthless to an agent, and the other way round."""
 NONCE = PROOF = 32
 HANDSHAKE_SECONDS = 5.0  # for the whole handshake

@@ -48,6 +48,31 @@ class RunStarted(Event):
     """The program of `phalanx launch`, and its arguments. Steps, parameters and batch are 0 then."""
 
 
+class HostsChecked(Event):
+    """The hosts of a run on several nodes were checked before the first step."""
+
+    hosts: dict[str, str]
+    """Host name of each node."""
+    seconds: float
+    links: dict[str, float]
+    """Bytes/s in the slower direction between two nodes such as "0-1"; 0: they cannot connect. Empty if all nodes are on one machine."""
+    round_trips: dict[str, float]
+    """Seconds, of the same pairs."""
+    flops: dict[str, float]
+    """FLOP/s of the slowest device of each node."""
+    rejected: int
+    """Hosts that failed the check; each has a `host_rejected` record."""
+
+
+class HostRejected(Event):
+    """A host failed the check before the first step. The run starts without it, or ends."""
+
+    node: int
+    host: str
+    message: str
+    """What is wrong, with value, limit and remedy."""
+
+
 class WorkerStarted(Event):
     """The process of a rank is running."""
 

@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 
 from phalanx.spec.errors import RunError, did_you_mean, either, shorten
 
-Kind = Literal["kill", "hang", "slow", "corrupt", "nan", "raise", "freeze", "fill-disk", "drop-link", "random"]
+Kind = Literal["kill", "hang", "slow", "corrupt", "nan", "raise", "freeze", "fill-disk", "drop-link", "miscompute", "random"]
 Point = Literal["data", "compute", "collective", "update", "save", "evaluate"]
 POINTS: tuple[str, ...] = get_args(Point)
 TARGETS = ("weights", "gradients", "optimizer")
@@ -157,6 +157,7 @@ _KINDS = {
     "freeze": _Kind("freeze rank=1 step=20 for=5s", ("rank", "node", "step", "for"), (("rank", "node"), _STEP)),
     "fill-disk": _Kind("fill-disk from=20 for=5s", ("from", "step", "for")),
     "drop-link": _Kind("drop-link 0-1 step=20 for=5s", (_A_B, "step", "for"), ((_A_B,),)),
+    "miscompute": _Kind("miscompute node=1", ("node",), (("node",),)),
     "random": _Kind("random rate=0.02 seed=7 kinds=kill,hang", ("rate", "seed", "kinds"), (("rate",),)),
 }
 
@@ -199,7 +200,7 @@ def check(faults: Iterable[Fault], ranks: int, nodes: int, steps: int) -> list[s
                 )
         if fault.step > steps:
             problems.append(f'--chaos: "{fault}": there is no step {fault.step}, the run has steps 1 to {steps}.')
-        impossible = [kind for kind in fault.kinds if needs_nodes(kind)]
+        impossible = [kind for kind in fault.kinds or (fault.kind,) if needs_nodes(kind)]
         if impossible and nodes == 1:
             problems.append(f'--chaos: "{fault}": {either(impossible)} needs several nodes, but cluster.nodes = 1.')
     return problems
@@ -207,7 +208,7 @@ def check(faults: Iterable[Fault], ranks: int, nodes: int, steps: int) -> list[s
 
 def needs_nodes(kind: str) -> bool:
     """Whether faults of this kind need several nodes."""
-    return kind == "drop-link" or kind.endswith("-node")
+    return kind in ("drop-link", "miscompute") or kind.endswith("-node")
 
 
 def _fault(part: str) -> Fault:

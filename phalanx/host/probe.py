@@ -34,7 +34,7 @@ def probe(visible: str | None = None, *, root: Path = Path("/")) -> Machine:
     memory = _memory(root)
     machine = Machine(
         host=socket.gethostname(),
-        cpu=cpuinfo.get("model name") or cpuinfo.get("Model") or os.uname().machine,
+        cpu=processor_name(root),
         cores=_cores(root),
         memory=memory,
         core_flops=_core_flops(cpuinfo, root),
@@ -42,6 +42,12 @@ def probe(visible: str | None = None, *, root: Path = Path("/")) -> Machine:
         gpus=_gpus(visible, memory),
     )
     return replace(machine, measured=read_profile(machine))
+
+
+def processor_name(root: Path = Path("/")) -> str:
+    """The model of this computer's processor."""
+    cpuinfo = _fields(root / "proc/cpuinfo")
+    return cpuinfo.get("model name") or cpuinfo.get("Model") or os.uname().machine
 
 
 def driver_problem(*, root: Path = Path("/")) -> str | None:
@@ -57,6 +63,16 @@ def driver_problem(*, root: Path = Path("/")) -> str | None:
     if failure is None:
         return None
     return f"nvidia-smi fails ({failure}), so no GPU can be used; reload or reinstall the NVIDIA driver, then reboot."
+
+
+def driver_version(*, root: Path = Path("/")) -> str | None:
+    """Version of the NVIDIA kernel driver; None without one."""
+    try:
+        first = (root / "proc/driver/nvidia/version").read_text(errors="replace").partition("\n")[0]
+    except OSError:
+        return None
+    found = re.search(r"\b\d+(?:\.\d+)+", first)
+    return found[0] if found else None
 
 
 def gpu_links() -> str | None:

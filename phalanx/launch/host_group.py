@@ -6,15 +6,15 @@ from __future__ import annotations
 import os
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 from phalanx.control.protocol import AgentSettings
 from phalanx.events.rundir import RunDir
-from phalanx.launch.host_report import HostQuestion, HostReport
-from phalanx.launch.hosts import disagreements, shortages
+from phalanx.host.host_check import HostProblem, disagreements, gpu_differences, shortages
+from phalanx.host.host_report import HostQuestion, HostReport
 from phalanx.launch.launcher import StartedAgent
 from phalanx.spec.errors import RunError, refuse, toml
 from phalanx.spec.plan import Machine
@@ -61,7 +61,7 @@ class HostGroup(ABC):
             for name, report in zip(self._names, reports, strict=True)
             for path in report.missing
         ]
-        problems += shortages(self._names, reports, rundir.path.absolute())
+        problems += _messages(shortages(self._names, reports, str(rundir.path.absolute())))
         blind = [name for name, report in zip(self._names, reports, strict=True) if not report.sees_run_dir]
         if blind and self._run.checkpoint.url is None:
             problems.append(
@@ -104,7 +104,13 @@ class HostGroup(ABC):
         if len(found) < self.nodes:
             raise RunError([answer for answer in answers if isinstance(answer, str)])
         reports = [report for report, _ in found]
-        refuse(list(disagreements(self._names, reports, [times for _, times in found])))
+        gpus = [min(self._slots(node, report), len(report.machine.gpus)) for node, report in enumerate(reports)]
+        refuse(
+            [
+                *_messages(disagreements(self._names, reports, [times for _, times in found])),
+                *_messages(gpu_differences(self._names, gpus)),
+            ]
+        )
         return reports
 
     def _timed_report(self, node: int, question: HostQuestion) -> tuple[HostReport, tuple[float, float]] | str:
@@ -113,3 +119,7 @@ class HostGroup(ABC):
             return self._report(node, question), (begin, time.time())
         except OSError as error:
             return f"{self._names[node]} does not answer: {error}"
+
+
+def _messages(problems: Iterable[HostProblem]) -> list[str]:
+    return [problem.message for problem in problems]

@@ -1,20 +1,14 @@
-"""The hosts of a run that its owner lists in a file, and what they must agree on before it starts."""
+"""The hosts of a run that its owner lists in a file."""
 
 from __future__ import annotations
 
 import ipaddress
-import statistics
 from collections import Counter
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from phalanx.launch.host_report import HostReport
 from phalanx.spec.errors import RunError, did_you_mean
 
-_CLOCK = 2.0  # seconds by which clocks may differ: records of several hosts are read in the order of their times
-_DISK = 64 << 20  # bytes
-_MEMORY = 0.05  # fraction
 _KEYS = ("bind", "slots", "port", "user", "python")
 
 
@@ -87,54 +81,3 @@ def _positive(key: str, text: str) -> int:
     if not text.isdecimal() or not int(text):
         raise ValueError(f"{key}={text} is not a positive whole number.")
     return int(text)
-
-
-def disagreements(names: Sequence[str], reports: Sequence[HostReport], elapsed: Sequence[tuple[float, float]]) -> Iterator[str]:
-    """What keeps hosts from training together. `elapsed`: when each was asked and had answered, by the launcher's clock."""
-    for what in ("phalanx", "python", "torch"):
-        found = [report.versions[what] for report in reports]
-        yield from _odd(names, found, what)
-    if len({report.versions["phalanx"] for report in reports}) == 1:
-        yield from _odd(names, [report.code[:12] for report in reports], "Phalanx's source code")
-    # A host's clock is read at some moment between question and answer.
-    offsets = [_outside(report.clock, *times) for report, times in zip(reports, elapsed, strict=True)]
-    middle = statistics.median_low(offsets)
-    for name, offset in zip(names, offsets, strict=True):
-        if abs(offset - middle) > _CLOCK:
-            late = "ahead of" if offset > middle else "behind"
-            yield (
-                f"The clock of {name} is {abs(offset - middle):.0f} s {late} the others: synchronize it, for example with chrony, "
-                "or remove the host."
-            )
-    counts = [len(report.machine.gpus) for report in reports]
-    yield from _odd(
-        names, [f"{count} GPUs" for count in counts], "the number of GPUs", remedy="give hosts with more of them slots=N"
-    )
-
-
-def shortages(names: Sequence[str], reports: Sequence[HostReport], run_dir: Path) -> Iterator[str]:
-    """Hosts without the disk space and memory that any run needs."""
-    for name, report in zip(names, reports, strict=True):
-        if report.free_disk < _DISK:
-            yield (
-                f"{name} has {report.free_disk >> 20} MiB free for {run_dir}, and logs alone need {_DISK >> 20} MiB: free some, or remove the "
-                "host."
-            )
-        if report.free_memory < _MEMORY * report.machine.memory:
-            yield (
-                f"{name} has {report.free_memory >> 20} MiB of its {report.machine.memory >> 20} MiB memory free: end what uses it, or remove "
-                "the host."
-            )
-
-
-def _odd(names: Sequence[str], found: Sequence[str], what: str, remedy: str = "install the same on all hosts") -> Iterator[str]:
-    """A sentence for each host that differs from most."""
-    usual = Counter(found).most_common(1)[0][0]
-    for name, value in zip(names, found, strict=True):
-        if value != usual:
-            yield f"{what} of {name} is {value or 'missing'}, but {usual or 'missing'} on most hosts: {remedy}, or remove the host."
-
-
-def _outside(clock: float, asked: float, answered: float) -> float:
-    """Seconds by which a clock is outside of the time in which it was read."""
-    return min(0.0, clock - asked) + max(0.0, clock - answered)

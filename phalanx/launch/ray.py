@@ -17,9 +17,9 @@ from typing import Any
 
 from phalanx.control.protocol import AgentSettings, Message, decode, encode
 from phalanx.host.env import forwarded, python_path
+from phalanx.host.host_report import HostQuestion, HostReport, report
 from phalanx.launch.agent_process import AgentProcess
 from phalanx.launch.host_group import HostGroup
-from phalanx.launch.host_report import HostQuestion, HostReport, report
 from phalanx.launch.launcher import StartedAgent
 from phalanx.spec.errors import RunError
 from phalanx.spec.run import Run

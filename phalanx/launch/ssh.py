@@ -15,10 +15,10 @@ from pathlib import Path
 
 from phalanx.control.protocol import AgentSettings
 from phalanx.host.env import forwarded, python_path
+from phalanx.host.host_report import HostQuestion, HostReport
 from phalanx.host.process_tree import ask_python, python_command
 from phalanx.launch.agent_process import AgentProcess
 from phalanx.launch.host_group import HostGroup
-from phalanx.launch.host_report import HostQuestion, HostReport
 from phalanx.launch.hosts import Host, read_hosts
 from phalanx.launch.launcher import StartedAgent
 from phalanx.spec.errors import RunError
@@ -60,7 +60,7 @@ class Ssh(HostGroup):
 
     def _report(self, node: int, question: HostQuestion) -> HostReport:
         host = self._hosts[node]
-        command = self._remote(host)(python_command("phalanx.launch.host_report"))
+        command = self._remote(host)(python_command("phalanx.host.host_report"))
         try:
             return HostReport.from_json(ask_python(command, _ANSWER_SECONDS, json.dumps(asdict(question)) + "\n"))
         except (OSError, KeyError, TypeError) as error:

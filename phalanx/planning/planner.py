@@ -166,9 +166,11 @@ def _as_searched(request: PlanRequest, best: Candidate) -> PlannedRun:
 
 
 def _placed(request: PlanRequest, made: Plan) -> Plan:
-    """The plan with its placement, as JSON can write it."""
-    table: dict[str, Any] = json.loads(json.dumps(asdict(placement(made.layout, request.devices(made.ranks)))))
-    return replace(made, placement=table)
+    """The plan with its placement, as JSON can write it, and the link between hosts."""
+    devices = request.devices(made.ranks)
+    table: dict[str, Any] = json.loads(json.dumps(asdict(placement(made.layout, devices))))
+    link = devices.network * devices.node if devices.gpus > devices.node else None
+    return replace(made, placement=table, host_link=link)
 
 
 def _clearly_better(request: PlanRequest, machine: Machine, given: Plan | None) -> Candidate | None:

@@ -127,6 +127,8 @@ class Plan:
     """Peak FLOP/s of all ranks together in the compute precision; None: unknown device, so that MFU cannot be computed."""
     active: int | None = None
     """Parameters that one token passes through; None: all of them (plans of versions without experts)."""
+    host_link: float | None = None
+    """Bytes/s between two hosts that the plan assumes; None: all ranks are on one host, or the plan is of an older version."""
     machine: str | None = None
     """The machine it was made for, in words. A run with an open layout keeps the plan when it resumes on the same machine."""
     promise: Promise | None = field(default=None, hash=False)

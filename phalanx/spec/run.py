@@ -10,7 +10,7 @@ from phalanx.spec.layout import Layout
 from phalanx.spec.model import ModelSpec
 
 TOKENIZER_VOCAB = {"byte": 257}
-PORTS_PER_NODE = 2  # of its agent and its replica server
+PORTS_PER_NODE = 3  # of its agent, its replica server, and the measurement of its links before the first step
 """Vocabulary size of each built-in tokenizer. The run file is resolved without the data room; a test compares the two."""
 
 
@@ -224,12 +224,14 @@ class Cluster:
     """Ranks to start on CPU if [layout] does not set their number. Default: the largest number up to that of the cores that divides the batch."""
     threads: int | None = field(default=None, metadata=within(1, 4096))
     """CPU threads per rank. Default: cores / ranks, at least one."""
-    nodes: int = field(default=1, metadata=within(1, 1024))
+    nodes: int = field(default=1, metadata=within(1, 65_536))
     """Number of machines. With the local launcher they are groups of processes on this machine, each with its own agent."""
     bind: str = "127.0.0.1"
     """Where the run's processes listen: an address of this machine, or the name of a network interface, such as "ib0", that every host has. Nothing listens on other interfaces. Default: loopback with the local launcher, else the address by which a host was reached."""
     ports: str | None = None
-    """Ports that agents and replica servers listen on, such as "40000-40100", for hosts behind a firewall; two for each node. gloo and NCCL take theirs from the host's net.ipv4.ip_local_port_range."""
+    """Ports that agents and replica servers listen on, such as "40000-40100", for hosts behind a firewall; three for each node. gloo and NCCL take theirs from the host's net.ipv4.ip_local_port_range."""
+    min_speed: float = field(default=0.5, metadata=within(0.0, 1.0))
+    """Part of the usual speed of links and devices that each host must reach in the check before the first step. A slower host is left out, or the run refused. 0: any speed will do."""
     launcher: Literal["local", "ssh", "ray", "slurm", "kubernetes"] = field(
         default="local", metadata=later("launching through Kubernetes", but=("ssh", "slurm", "ray"))
     )

@@ -43,6 +43,7 @@ from phalanx.spec.run import Run
 from phalanx.training.hooks.rank_faults import RankFaults
 from phalanx.training.hooks.replica_check import Corruption
 from phalanx.training.trainer import Trainer
+from phalanx.worker import compute_check
 from phalanx.worker.control_thread import ControlThread
 from phalanx.worker.hang_report import hang_report, register_stack_dump
 
@@ -158,6 +159,9 @@ class Rank(RankProgram):
                         code = self._run_generation(order)
                         if code is not None:
                             return code
+                    case protocol.Compute():
+                        for result in compute_check.results(order):
+                            self._control.report(protocol.Computed(result=result))
                     case protocol.Halt():
                         self._report_state(order.generation)
                     case protocol.HandOff():

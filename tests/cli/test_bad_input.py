@@ -154,7 +154,7 @@ KEYS = {
     "ports backwards": (["cluster.ports=40100-40000"], ('cluster.ports = "40100-40000"', "rise")),
     "too few ports": (
         ["cluster.ports=40000-40002", "cluster.nodes=2", "layout.data=2"],
-        ('cluster.ports = "40000-40002" has 3 ports', "needs 4 for cluster.nodes = 2", '"40000-40003"'),
+        ('cluster.ports = "40000-40002" has 3 ports', "needs 6 for cluster.nodes = 2", '"40000-40005"'),
     ),
     "no patience": (["resilience.heartbeat=0"], ("resilience.heartbeat = 0", "greater than 0")),
     "going back too late": (["resilience.rollback_after=9", "resilience.max_skipped=2"], ("rollback_after = 9", "resilience.max_skipped = 2")),

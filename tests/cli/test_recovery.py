@@ -18,6 +18,8 @@ from phalanx.events.records import (
     Corrupted,
     Event,
     FailureNoticed,
+    HostRejected,
+    HostsChecked,
     Recovered,
     Restored,
     Step,
@@ -170,6 +172,25 @@ def test_controller_that_is_cut_off_leaves_the_run_to_the_others(workshop: Works
 
 
 @pytest.mark.slow
+def test_a_node_that_computes_wrongly_gets_no_ranks(workshop: Workshop) -> None:
+    words = (*SIZES, "train.steps=3", "layout.data=2")
+    shop = ("cluster.nodes=3", "resilience.spares=1", "--chaos", "miscompute node=0")
+    events = disturbed(workshop, *words, *shop)
+    kinds = [type(event) for event in events]
+    assert kinds.index(HostsChecked) < kinds.index(HostRejected) < kinds.index(Step)
+    (rejected,) = (event for event in events if isinstance(event, HostRejected))
+    assert rejected.node == 0 and "computes wrongly: 1 of the numbers" in rejected.message
+    assert not any(isinstance(event, FailureNoticed | Warned) for event in events)
+    shown = workshop.run("status", "run")
+    assert "checked 3 hosts in" in shown.out and "1 rejected" in shown.out and "host rejected: CPU of " in shown.out
+    assert list(workshop.run("status", "run", "--json").json["rejected"].values()) == [rejected.message]
+    refused = workshop.run(
+        "train", "tiny.toml", *words, "resilience.shrink=false", "cluster.nodes=2", "--run-dir", "other", *shop[2:]
+    )
+    assert refused.code == 1 and "The run cannot start without hosts that failed the check" in refused.err
+    assert not any(isinstance(event, Step) for event in workshop.events("other"))
+
+
 def test_recovery_gives_up_on_repeated_failures(workshop: Workshop) -> None:
     """The same exception at the same step, from the program itself, in each attempt."""
     code = """

@@ -54,6 +54,7 @@ def test_every_fault_kind_is_parsed() -> None:
         ("nan rank=0 step=4 layer=blocks.3.mlp", Fault(kind="nan", rank=0, step=4, layer="blocks.3.mlp")),
         ("raise rank=2 step=4 in=data", Fault(kind="raise", rank=2, step=4, point="data")),
         ("freeze node=0 step=4 for=2m", Fault(kind="freeze", node=0, step=4, seconds=120.0)),
+        ("miscompute node=2", Fault(kind="miscompute", node=2)),
         ("fill-disk step=7 for=250ms", Fault(kind="fill-disk", step=7, seconds=0.25)),
         ("drop-link 2-1 step=9", Fault(kind="drop-link", link=(2, 1), step=9, seconds=10.0)),
         (
@@ -138,6 +139,8 @@ def test_faults_outside_the_run_are_reported() -> None:
         assert any(words in problem for problem in problems), words
     (alone,) = check(parse("random rate=0.1 kinds=kill,kill-node"), 2, 1, 10)
     assert "kill-node needs several nodes" in alone
+    (alone,) = check(parse("miscompute node=0"), 2, 1, 10)
+    assert "miscompute needs several nodes" in alone
     assert not check(parse(ISSUED), 4, 2, 50)
 
 
@@ -182,7 +185,7 @@ def test_the_page_shows_every_kind_and_its_examples_are_read() -> None:
     table = page.partition("| `data` |")[0]  # the points of a step have a table of their own
     rows = re.findall(r"^\| `([^`]+)` \|", table, re.M)
     faults = [fault for row in rows for fault in parse(row)]
-    assert {fault.kind for fault in faults} == {fault.kind for fault in parse(ISSUED)} | {"raise", "freeze"}
+    assert {fault.kind for fault in faults} == {fault.kind for fault in parse(ISSUED)} | {"raise", "freeze", "miscompute"}
     assert set(
         re.search(r"`kinds=` takes names separated by commas: ([^.;]+)", page, re.S)[1]
         .replace("`", "")

@@ -1,17 +1,13 @@
-"""The file that lists hosts, and what they must agree on."""
+"""The file that lists hosts."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from phalanx.host.probe import this_machine
-from phalanx.launch.host_report import HostQuestion, HostReport, report
-from phalanx.launch.hosts import Host, disagreements, read_hosts, shortages
+from phalanx.launch.hosts import Host, read_hosts
 from phalanx.spec.errors import RunError
-from phalanx.spec.plan import Gpu
 
 
 def write(folder: Path, text: str) -> Path:
@@ -55,45 +51,3 @@ def test_bad_hosts_are_refused(tmp_path: Path, text: str, words: str) -> None:
 def test_missing_hosts_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"nowhere\.txt cannot be read \(No such file or directory\)"):
         read_hosts(tmp_path / "nowhere.txt")
-
-
-@pytest.fixture(scope="module")
-def same() -> HostReport:
-    return report(HostQuestion(run_dir="/nowhere/run", launch="1", paths=("/", "/nowhere/data")))
-
-
-def test_this_machine_reports(same: HostReport) -> None:
-    assert same.machine == this_machine() and not same.sees_run_dir and same.missing == ("/nowhere/data",)
-    assert "127.0.0.1" not in same.addresses and same.free_disk > 0 and len(same.code) == 64
-
-
-def problems(*reports: HostReport) -> list[str]:
-    names = [chr(ord("a") + number) for number in range(len(reports))]
-    return list(disagreements(names, reports, [(reports[0].clock - 1, reports[0].clock + 1)] * len(reports)))
-
-
-def test_equal_hosts_agree(same: HostReport) -> None:
-    assert not problems(same) and not problems(same, replace(same, clock=same.clock + 0.5), same)
-
-
-def test_a_host_that_differs_is_named(same: HostReport) -> None:
-    other = replace(same, versions={**same.versions, "torch": "2.0.0"})
-    (sentence,) = problems(same, other, same)
-    assert sentence.startswith("torch of b is 2.0.0, but ") and "remove the host" in sentence
-    (sentence,) = problems(same, same, replace(same, code="0" * 64))
-    assert sentence.startswith("Phalanx's source code of c is 000000000000")
-    (sentence,) = problems(same, replace(same, clock=same.clock + 300), same)
-    assert sentence.startswith("The clock of b is 299 s ahead of the others")
-    (sentence,) = problems(same, replace(same, clock=same.clock - 300), same)
-    assert sentence.startswith("The clock of b is 299 s behind the others")
-    (sentence,) = problems(same, replace(same, machine=replace(same.machine, gpus=(Gpu(name="x", memory=1),))), same)
-    assert sentence.startswith("the number of GPUs of b is 1 GPUs") and "slots=N" in sentence
-
-
-def test_a_full_host_is_named(same: HostReport) -> None:
-    roomy = replace(same, free_disk=1 << 30, free_memory=same.machine.memory)
-    assert not list(shortages(["a", "b"], [roomy, roomy], Path("/runs/x")))
-    (sentence,) = shortages(["a", "b"], [roomy, replace(roomy, free_disk=3 << 20)], Path("/runs/x"))
-    assert sentence.startswith("b has 3 MiB free for /runs/x")
-    (sentence,) = shortages(["a", "b"], [replace(roomy, free_memory=1 << 20), roomy], Path("/runs/x"))
-    assert sentence.startswith("a has 1 MiB of its ")

@@ -1,6 +1,7 @@
-"""What a host says about itself before a run starts on it: its hardware, versions, clock, and what it sees of the run's files.
+"""What a host says about itself before a run starts on it: its hardware, versions, clock, and what it sees of the run's files. Launchers ask
+for it before they plan, controllers before the first generation; `host/host_check` compares.
 
-    python -m phalanx.launch.host_report      reads a `HostQuestion` from standard input and prints a `HostReport`, as lines of JSON
+    python -m phalanx.host.host_report      reads a `HostQuestion` from standard input and prints a `HostReport`, as lines of JSON
 
 Never imports torch, which takes seconds.
 """
@@ -14,6 +15,7 @@ import platform
 import shutil
 import sys
 import time
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -24,13 +26,13 @@ from phalanx.checkpointing.replicas.shm_slots import free_memory
 from phalanx.events.rundir import RunDir
 from phalanx.host.env import ssh_server_address
 from phalanx.host.interfaces import addresses
-from phalanx.host.probe import this_machine
+from phalanx.host.probe import driver_version, this_machine
 from phalanx.spec.plan import Gpu, Machine
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostQuestion:
-    """What the launcher wants to know."""
+    """What a launcher or controller wants to know."""
 
     run_dir: str
     launch: str
@@ -44,7 +46,7 @@ class HostReport:
 
     machine: Machine
     versions: dict[str, str]
-    """Of Phalanx, Python and torch."""
+    """Of Phalanx, Python, torch and the NVIDIA driver; empty text: it has none."""
     code: str
     """Digest of Phalanx's source files."""
     clock: float
@@ -59,6 +61,8 @@ class HostReport:
     free_disk: int
     """Bytes, where the run directory is or would be."""
     free_memory: int
+    files: str = ""
+    """Digest of the run file and the plan that its agent has read; empty before it has."""
 
     @classmethod
     def from_json(cls, table: dict[str, Any]) -> HostReport:
@@ -75,7 +79,12 @@ def report(question: HostQuestion) -> HostReport:
     existing = next(path for path in (rundir.path, *rundir.path.parents) if path.exists())
     return HostReport(
         machine=this_machine(),
-        versions={"phalanx": __version__, "python": platform.python_version(), "torch": _torch_version()},
+        versions={
+            "phalanx": __version__,
+            "python": platform.python_version(),
+            "torch": _torch_version(),
+            "NVIDIA driver": driver_version() or "",
+        },
         code=code_digest(),
         clock=time.time(),
         addresses={
@@ -93,9 +102,14 @@ def report(question: HostQuestion) -> HostReport:
 
 def code_digest() -> str:
     """Digest of the source files of this package, by which a host with other code is recognized."""
-    home, digest = Path(__file__).parents[1], hashlib.sha256()
-    for path in sorted(home.rglob("*.py")):
-        digest.update(f"{path.relative_to(home)}\n".encode() + path.read_bytes())
+    return digest_of(sorted(Path(__file__).parents[1].rglob("*.py")))
+
+
+def digest_of(paths: Iterable[Path]) -> str:
+    """Digest of the names and contents of files."""
+    digest = hashlib.sha256()
+    for path in paths:
+        digest.update(f"{path.parent.name}/{path.name}\n".encode() + path.read_bytes())
     return digest.hexdigest()
 
 
