@@ -108,6 +108,13 @@ class Agent(NodeServices):
                 worker.send(protocol.Stop(reason=reason))
             self.report(protocol.Stop(reason=reason))
 
+    def leave(self, message: protocol.Leave) -> None:
+        """The host goes away: the controller moves the ranks elsewhere, then releases this node."""
+        if self.leaving is None:
+            self.leaving = message
+            self.emit(Warned(message=f"Node {self.node} goes away: {message.reason}"))
+            self.report(message)
+
     # --- connections and reports ---
 
     async def _on_connection(self, channel: Channel) -> None:
@@ -153,6 +160,7 @@ class Agent(NodeServices):
             last_begin=self.last_begin,
             step=max((beat.step for beat in self._beats().values()), default=None),
             stopping=self.stopping,
+            leaving=self.leaving,
         )
 
     def report(self, report: protocol.Report) -> None:
@@ -228,6 +236,8 @@ class Agent(NodeServices):
             case protocol.Evict():
                 for worker in self.workers.values():
                     worker.kill()
+            case protocol.Release():
+                self._over.set()
             case protocol.Stop():
                 self.stop(order.reason)
             case protocol.Done():
@@ -368,6 +378,8 @@ async def _follow_launcher(agent: Agent, launcher: asyncio.StreamReader) -> None
         message = protocol.decode(json.loads(line))
         if isinstance(message, protocol.Stop):
             agent.stop(message.reason)
+        elif isinstance(message, protocol.Leave):
+            agent.leave(message)
         elif isinstance(agent.registry, LauncherRegistry):
             agent.registry.receive(message)
     os._exit(1)

@@ -22,7 +22,7 @@ from phalanx.events.records import WorkerFailed
 from phalanx.recovery import state as policy
 from phalanx.recovery.diagnose import HangReport
 from phalanx.recovery.relayout import replicated_elsewhere
-from phalanx.recovery.state import Failure, NodeJoined, Situation
+from phalanx.recovery.state import Failure, NodeJoined, NodeLeaving, Situation
 from phalanx.spec.layout import Layout
 from phalanx.spec.plan import Plan
 from phalanx.spec.run import Resilience, Run
@@ -31,6 +31,7 @@ _ANSWER_TIMEOUT = 1.0  # seconds in which a rank reports its location
 _INSPECT_TIMEOUT = 1.5  # seconds in which an agent inspects a rank that does not answer
 _QUIET = 0.6  # seconds without a report after which a node may be lost; agents report every 0.2 s
 _OFFER_SECONDS = 1.5  # in which another node claims a term that is offered
+_OFFER_POLL = 0.1  # seconds between two looks whether one has
 _STALL = 1.0  # seconds without a heartbeat, after which this process was itself stopped or starved
 _MEMORY_FRACTION = 0.4  # part of the free memory that replicas may take which nobody asked for
 
@@ -46,6 +47,8 @@ class Member:
     last_heard: float
     recorded: int = 0
     """Records that have arrived on this connection."""
+    leaves: float | None = None
+    """When its host goes away, by this machine's clock; None: it stays."""
 
 
 @dataclass(slots=True)
@@ -242,8 +245,12 @@ class ControllerState:
         return max(begins, key=lambda begin: begin.generation, default=None)
 
     def nodes(self) -> dict[int, int]:
-        """Slots of every node."""
-        return {number: member.join.slots for number, member in sorted(self.members.items())}
+        """Slots of every node that stays."""
+        return {number: member.join.slots for number, member in sorted(self.members.items()) if member.leaves is None}
+
+    @property
+    def leaving(self) -> list[int]:
+        return [node for node, member in self.members.items() if member.leaves is not None]
 
     def replica_servers(self) -> list[Address]:
         return [member.replica_server for member in self.members.values()]
@@ -273,12 +280,14 @@ class Control:
             self._deposed = True
         return not self._deposed
 
-    def order(self, order: protocol.Order) -> None:
-        """Send an order to every node, if this term is still the newest."""
+    def order(self, order: protocol.Order, only: int | None = None) -> None:
+        """Send an order to every node, or to one, if this term is still the newest."""
         if not self.leads:
             return
         order = replace(order, term=self.term)
-        for member in self.state.members.values():
+        for node, member in self.state.members.items():
+            if only not in (None, node):
+                continue
             if member.channel is not None:
                 member.channel.post(protocol.encode(order))
             else:
@@ -336,6 +345,37 @@ class Control:
         if await registry.claim(self.term + 1, name):
             self.term += 1
         return self.leads
+
+    async def step_down(self) -> None:
+        """Let a node lead that stays: this one is leaving, and the next generation shall not depend on it."""
+        self.agent.registry.offer(self.term)
+        self.order(protocol.HandOver())
+        self._deposed = True  # records that arrive from now on are the next controller's to write
+        deadline = time.monotonic() + _OFFER_SECONDS
+        while self.agent.registry.newest()[0] == self.term and time.monotonic() < deadline:
+            await asyncio.sleep(_OFFER_POLL)
+
+    def request_stop(self, reason: str) -> None:
+        """The run saves and ends."""
+        if self.state.stop_requested is None:
+            self.state.stop_requested = time.monotonic()
+            self.order(protocol.Stop(reason=reason))
+
+    def expect_loss(self, node: int, leave: protocol.Leave) -> None:
+        """A node goes away: its ranks move elsewhere first."""
+        member = self.state.members[node]
+        if member.leaves is not None:
+            return
+        member.leaves = time.monotonic() + (math.inf if leave.seconds is None else leave.seconds)
+        self.state.events.append(NodeLeaving(node))
+        if self.state.copy_every is not None:  # copies of others go elsewhere
+            self.agent.spawn(self.set_replica_peers())
+
+    def release_leaving(self, generation: Generation) -> None:
+        """Let nodes go that are leaving and are not needed any more."""
+        for node in self.state.leaving:
+            if node not in generation.assignment and self.state.recovery is None:
+                self.order(protocol.Release(), node)
 
     def lose_node(self, node: int, reason: str, *, silent: bool = False) -> None:
         """Forget a node. Its ranks are dead. `silent`: it may be alive, but not be reachable from here."""
@@ -414,7 +454,7 @@ class Control:
 
     async def set_replica_peers(self) -> None:
         """Tell the replica servers of all nodes where the others are. Nodes without ranks keep copies, too."""
-        servers = {node: member.replica_server for node, member in self.state.members.items()}
+        servers = {node: member.replica_server for node, member in self.state.members.items() if member.leaves is None}
         await asyncio.to_thread(replica_index.set_peers, servers, self.agent.token, self.agent.run.checkpoint.memory_copies)
 
     def end(self, code: int, reason: str | None = None, rank: int | None = None, traceback: str = "") -> None:

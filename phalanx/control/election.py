@@ -102,6 +102,9 @@ class NodeServices(ABC):
         self.unreachable: dict[int, float] = {}
         """Nodes that an injected fault separates from this one, and until when."""
         self.stopping: str | None = None
+        self.leaving: protocol.Leave | None = None
+        self.handed_over: int | None = None
+        """The node whose controller has handed over, and lives on."""
         self.outcome: protocol.Outcome | None = None
         self._over = asyncio.Event()
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -221,6 +224,10 @@ class LeaderClient:
                     continue
                 if self._registry.newest() != (term, author):
                     break  # it was deposed, and may not know
+                if isinstance(order, protocol.HandOver):
+                    self._agent.handed_over = node
+                    await asyncio.sleep(_RETRY)  # until this node knows of the offer
+                    break
                 await self._agent.obey(order)
         except (ConnectionError, TimeoutError):
             pass

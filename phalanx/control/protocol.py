@@ -161,6 +161,14 @@ class AgentSettings(Message):
     """Process id of the launcher, if it is on this machine. The agent ends with it."""
 
 
+class Leave(Message):
+    """The launcher, and then the agent to the controller: this host goes away. The run moves its ranks elsewhere before."""
+
+    reason: str
+    seconds: float | None = None
+    """Until then; None: as soon as the run does not need it."""
+
+
 class NodeAway(Message):
     """Injected fault: the node is lost and returns after this time; None: never."""
 
@@ -313,6 +321,14 @@ class Evict(Order):
     """The run continued without this node: it kills its workers."""
 
 
+class HandOver(Order):
+    """The controller is leaving and has offered its term: another node leads from now on, and it joins."""
+
+
+class Release(Order):
+    """The run does without this node, which is leaving: its agent ends."""
+
+
 class Stop(Order):
     """Save and end. Also the report of a node that was asked to."""
 
@@ -441,6 +457,7 @@ class Join(Message):
     step: int | None
     """Newest complete step of its ranks."""
     stopping: str | None
+    leaving: Leave | None = None
 
 
 class RanksBegan(Message):
@@ -483,4 +500,4 @@ class ReplicaServerMoved(Message):
     address: list[Any]
 
 
-Report = Join | RanksBegan | RankDied | Beats | Record | ReplicaServerMoved | Stop | RankReport
+Report = Join | RanksBegan | RankDied | Beats | Record | ReplicaServerMoved | Leave | Stop | RankReport

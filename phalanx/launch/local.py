@@ -20,7 +20,7 @@ class Local:
 
     registry = "folder"
 
-    def __init__(self, run: Run):
+    def __init__(self, run: Run, name: str = ""):
         self._run = run
         self.nodes = run.cluster.nodes
         self.restart_after = run.resilience.node_return

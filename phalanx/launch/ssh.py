@@ -34,7 +34,7 @@ _RESTART = 5.0  # seconds between two attempts to start the agent of a lost host
 class Ssh(HostGroup):
     """Hosts of a file."""
 
-    def __init__(self, run: Run):
+    def __init__(self, run: Run, name: str = ""):
         if run.cluster.hosts is None:
             raise RunError(
                 'cluster.launcher = "ssh" needs hosts: set cluster.hosts, or --hosts, to a file with one host per line.'
