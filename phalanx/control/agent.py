@@ -48,6 +48,7 @@ class Agent(NodeServices):
     def __init__(self, settings: protocol.AgentSettings):
         super().__init__(settings)
         self.slots, self._bind, self._chaos = settings.slots, settings.bind, settings.chaos
+        self._topology = settings.topology
         self.last_begin: protocol.BeginGeneration | None = None
         """The order that began the newest generation."""
         self.fork_client = ForkClient(self.rundir, self.plan, self._bind, self._on_fork_server_failure)
@@ -151,6 +152,7 @@ class Agent(NodeServices):
             node=self.node,
             name=self.name,
             slots=self.slots,
+            topology=self._topology,
             replica_server=list(self.replica_process.address),
             workers={
                 worker.name: protocol.WorkerInfo(rank=worker.rank, generation=worker.generation, exit_code=worker.exit_code)

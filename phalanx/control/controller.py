@@ -258,8 +258,7 @@ def _read_history(control: Control, events: list[Event]) -> list[FailureNoticed]
 
 async def _begin_first(control: Control) -> None:
     state, agent = control.state, control.agent
-    slots = {node: member.join.slots for node, member in sorted(state.members.items())}
-    assignment = initial_assignment(agent.plan.layout, slots)
+    assignment = initial_assignment(agent.plan.layout, state.nodes(all_of_them=True))
     state.joined.clear()
     if control.term > 1:  # every node that knew the previous generation is gone
         events = await agent.registry.history()

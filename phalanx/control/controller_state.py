@@ -244,9 +244,11 @@ class ControllerState:
         begins = [member.join.last_begin for member in self.members.values() if member.join.last_begin is not None]
         return max(begins, key=lambda begin: begin.generation, default=None)
 
-    def nodes(self) -> dict[int, int]:
-        """Slots of every node that stays."""
-        return {number: member.join.slots for number, member in sorted(self.members.items()) if member.leaves is None}
+    def nodes(self, *, all_of_them: bool = False) -> dict[int, int]:
+        """Slots of every node that stays, or of all. Those that are near each other in the network are neighbors: ranks fill them in this
+        order."""
+        near = sorted(self.members.items(), key=lambda item: (item[1].join.topology, item[0]))
+        return {number: member.join.slots for number, member in near if all_of_them or member.leaves is None}
 
     @property
     def leaving(self) -> list[int]:

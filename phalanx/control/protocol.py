@@ -154,6 +154,8 @@ class AgentSettings(Message):
     """Ranks that a node can run."""
     token: str
     bind: str
+    topology: str = ""
+    """Where the host is in the network, from the outermost switch. Ranks fill hosts in this order."""
     chaos: str
     environment: dict[str, str]
     """Variables of the launcher's environment that a host gets which does not set them itself."""
@@ -450,6 +452,7 @@ class Join(Message):
     node: int
     name: str
     slots: int
+    topology: str = ""
     replica_server: list[Any]
     workers: dict[str, WorkerInfo]
     last_begin: BeginGeneration | None

@@ -15,7 +15,7 @@ from phalanx.spec.errors import RunError, did_you_mean
 _CLOCK = 2.0  # seconds by which clocks may differ: records of several hosts are read in the order of their times
 _DISK = 64 << 20  # bytes
 _MEMORY = 0.05  # fraction
-_KEYS = ("bind", "slots", "port", "user", "python")
+_KEYS = ("bind", "slots", "switch", "port", "user", "python")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,6 +28,8 @@ class Host:
     """Its address in the run's network. Default: the one by which it is reached."""
     slots: int | None = None
     """Ranks that it can run. Default: its GPUs, or its share of the ranks."""
+    switch: str = ""
+    """Where it is in the network, from the outermost switch, such as "pod1/leaf3": neighboring ranks are on hosts that sort together."""
     port: int | None = None
     user: str | None = None
     python: str | None = None

@@ -48,7 +48,7 @@ class Ssh(HostGroup):
         host, report = self._hosts[settings.node], self._reports[settings.node]
         bind = host.bind or report.reached_at or next(iter(report.addresses), host.name)
         slots = self._slots(settings.node, report) or settings.slots
-        own = replace(settings, bind=bind, slots=slots, environment=forwarded(), parent=None)
+        own = replace(settings, bind=bind, slots=slots, topology=host.switch, environment=forwarded(), parent=None)
         return AgentProcess(own, log, wrap=self._remote(host))
 
     def _slots(self, node: int, report: HostReport) -> int:

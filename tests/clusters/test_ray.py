@@ -14,7 +14,7 @@ import pytest
 from hosts import available
 
 from phalanx.events.log import read_events
-from phalanx.events.records import ControllerChanged, Event, FailureNoticed, Recovered, Step, Warned
+from phalanx.events.records import ControllerChanged, Event, FailureNoticed, Recovered, Restored, Step, Stopped, Warned
 
 pytestmark = [
     pytest.mark.clusters,
@@ -124,3 +124,61 @@ def test_run_leaves_a_node_that_ray_drains(tmp_path: Path, undisturbed: Callable
     (recovered,) = recoveries(events)
     assert (recovered.action, recovered.source, recovered.steps_lost) == ("spare", "live", 0)
     assert "the drained raylet has ended by itself" in printed, "its node is idle"
+
+
+TRAINER = """
+import sys
+import ray
+from phalanx.ray import PhalanxTrainer
+tables = {
+    "model": {"dim": 64, "layers": 2, "heads": 2, "kv_heads": 2},
+    "train": {"batch": 4, "micro_batch": 1, "sequence_length": 64, "steps": 40},
+    "layout": {"data": 2},
+    "cluster": {"threads": 1, "device": "cpu", "nodes": 2},
+}
+seen = []
+ray.init("auto", log_to_driver=False)
+result = PhalanxTrainer(tables, run_dir="run", on_event=seen.append).fit()
+assert result.error is None and not result.stopped and str(result.path) == "run"
+assert result.metrics["step"] == 40 and result.checkpoint.endswith("step-00000040"), result
+assert any(type(event).__name__ == "Step" for event in seen)
+while ray.available_resources().get("CPU") != 2:  # the nodes are given back
+    pass
+failed = PhalanxTrainer(tables | {"resilience": {"max_skipped": 0}, "optimizer": {"learning_rate": 1e30}}, run_dir="failed").fit()
+assert failed.error is not None and failed.metrics["step"] < 40, failed
+print("loss", result.metrics["loss"])
+"""
+
+
+def test_trainer_for_programs_that_use_ray(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(TRAINER)
+    printed = alone(tmp_path, sys.executable, DRIVER, 2, -1, "none", sys.executable, "program.py")
+    steps = losses(read_events(tmp_path / "run/events.jsonl"))
+    assert printed.splitlines()[-1] == f"loss {steps[40][0]}"
+
+
+JOB = """
+set -e
+ray() { python -m ray.scripts.scripts "$@"; }
+train="python -m phalanx train $PWD/run.toml --on ray --run-dir $PWD/run"
+ray start --head --num-cpus=2 --disable-usage-stats --object-store-memory=100000000
+export RAY_ADDRESS=http://127.0.0.1:8265
+ray job submit --submission-id=first --no-wait -- $train
+until grep -s '"step": 30,' run/events.jsonl; do sleep 0.2; done
+ray job stop first
+ray job logs first | tail -1
+ray job submit --submission-id=second -- $train
+"""
+
+
+@pytest.mark.skipif(importlib.util.find_spec("aiohttp_cors") is None, reason="jobs need the package ray[default]")
+def test_submitted_job_is_stopped_saved_and_resumed(tmp_path: Path, undisturbed: Callable[[int], Losses]) -> None:
+    (tmp_path / "run.toml").write_text(RUN.format(steps=300, nodes=1, spares=0))
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    printed = alone(tmp_path, "env", f"PATH={path}", "bash", "-c", JOB)
+    assert "Job 'first' was stopped" in printed and "Stopped and saved." in printed and "Job 'second' succeeded" in printed
+    events = read_events(tmp_path / "run/events.jsonl")
+    stopped = next(event for event in events if isinstance(event, Stopped))
+    restored = next(event for event in events if isinstance(event, Restored))
+    assert (stopped.reason, restored.step) == ("SIGTERM", stopped.step)
+    assert losses(events) == undisturbed(300)
