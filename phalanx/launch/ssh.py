@@ -39,7 +39,7 @@ class Ssh(HostGroup):
             raise RunError(
                 'cluster.launcher = "ssh" needs hosts: set cluster.hosts, or --hosts, to a file with one host per line.'
             )
-        self._hosts = read_hosts(Path(run.cluster.hosts))
+        self._hosts = sorted(read_hosts(Path(run.cluster.hosts)), key=lambda host: host.switch)
         super().__init__(run, [host.name for host in self._hosts])
         given = run.resilience.node_return
         self.restart_after = _RESTART if given is None else given

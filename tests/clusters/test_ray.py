@@ -136,9 +136,15 @@ tables = {
     "layout": {"data": 2},
     "cluster": {"threads": 1, "device": "cpu", "nodes": 2},
 }
-seen = []
+seen, names = [], set()
+def watch(event):
+    seen.append(event)
+    if not names:
+        names.update(actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True))
+        names.update(group["name"] for group in ray.util.placement_group_table().values())
 ray.init("auto", log_to_driver=False)
-result = PhalanxTrainer(tables, run_dir="run", on_event=seen.append).fit()
+result = PhalanxTrainer(tables, run_dir="run", on_event=watch).fit()
+assert names == {"phalanx run", "phalanx run node 0", "phalanx run node 1"}, names
 assert result.error is None and not result.stopped and str(result.path) == "run"
 assert result.metrics["step"] == 40 and result.checkpoint.endswith("step-00000040"), result
 assert any(type(event).__name__ == "Step" for event in seen)
@@ -155,6 +161,13 @@ def test_trainer_for_programs_that_use_ray(tmp_path: Path) -> None:
     printed = alone(tmp_path, sys.executable, DRIVER, 2, -1, "none", sys.executable, "program.py")
     steps = losses(read_events(tmp_path / "run/events.jsonl"))
     assert printed.splitlines()[-1] == f"loss {steps[40][0]}"
+
+
+def test_plan_for_the_nodes_of_ray(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text(RUN.format(steps=5, nodes=2, spares=0))
+    plan = [sys.executable, "-m", "phalanx", "plan", "run.toml", "--on", "ray"]
+    printed = alone(tmp_path, sys.executable, DRIVER, 2, -1, "none", *plan)
+    assert "Ray has 2 usable nodes with 1 cores and" in printed and "planned for 2." in printed
 
 
 JOB = """

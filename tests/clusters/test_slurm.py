@@ -66,7 +66,7 @@ def slurm(tmp_path: Path) -> Iterator[Slurm]:
 
 
 class Job:
-    """`phalanx train --on slurm`, followed."""
+    """`phalanx train --on slurm`, followed; a run on one node does without Slurm."""
 
     def __init__(
         self,
@@ -76,14 +76,13 @@ class Job:
         steps: int,
         nodes: int = 4,
         spares: int = 0,
-        on: str | None = "slurm",
         settings: tuple[str, ...] = (),
     ):
         self.slurm, self.path = slurm, folder
         folder.mkdir()
         (folder / "run.toml").write_text(RUN.format(steps=steps, nodes=nodes, spares=spares))
         command = [sys.executable, "-m", "phalanx", "train", "run.toml", *settings, "--run-dir", "run"]
-        command += ["--on", on] if on else []
+        command += ["--on", "slurm"] if nodes > 1 else []
         self.process = subprocess.Popen(
             command, cwd=folder, env=slurm.env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
@@ -136,7 +135,7 @@ def test_dry_run_prints_the_script(tmp_path: Path) -> None:
 
 
 def test_job_at_its_limit_is_saved_and_requeued(tmp_path: Path, slurm: Slurm) -> None:
-    code, undisturbed, output = Job(slurm, tmp_path / "alone", steps=150, nodes=1, on=None).end()
+    code, undisturbed, output = Job(slurm, tmp_path / "alone", steps=150, nodes=1).end()
     assert code == 0, output
     job = Job(slurm, tmp_path / "limit", steps=150)
     job.reach(30)
@@ -163,7 +162,7 @@ def test_cancelled_job_is_saved_and_stays_cancelled(tmp_path: Path, slurm: Slurm
 
 @pytest.mark.parametrize("lost", [2, 0], ids=["a node", "the batch host"])
 def test_job_continues_without_a_lost_node(tmp_path: Path, slurm: Slurm, lost: int) -> None:
-    code, undisturbed, output = Job(slurm, tmp_path / "alone", steps=150, nodes=1, on=None).end()
+    code, undisturbed, output = Job(slurm, tmp_path / "alone", steps=150, nodes=1).end()
     assert code == 0, output
     job = Job(slurm, tmp_path / "job", steps=150, spares=0)
     job.reach(20)
@@ -181,7 +180,7 @@ def test_job_continues_without_a_lost_node(tmp_path: Path, slurm: Slurm, lost: i
 def test_time_limit_of_slurm_itself(tmp_path: Path, slurm: Slurm) -> None:
     """Slurm sends USR1 before the limit of two minutes, and the job comes back by itself."""
     slow = ("train.batch=48", "train.steps=700")
-    code, undisturbed, output = Job(slurm, tmp_path / "alone", steps=700, nodes=1, on=None, settings=slow).end()
+    code, undisturbed, output = Job(slurm, tmp_path / "alone", steps=700, nodes=1, settings=slow).end()
     assert code == 0, output
     limit = 'cluster.slurm=["--time=2"]'
     job = Job(slurm, tmp_path / "limit", steps=700, settings=(*slow, "resilience.preemption_notice=60", limit))
@@ -196,7 +195,7 @@ def test_time_limit_of_slurm_itself(tmp_path: Path, slurm: Slurm) -> None:
 
 
 def test_spare_host_steps_in(tmp_path: Path, slurm: Slurm) -> None:
-    code, undisturbed, output = Job(slurm, tmp_path / "alone", steps=150, nodes=1, on=None, settings=("layout.data=2",)).end()
+    code, undisturbed, output = Job(slurm, tmp_path / "alone", steps=150, nodes=1, settings=("layout.data=2",)).end()
     assert code == 0, output
     job = Job(slurm, tmp_path / "job", steps=150, nodes=3, spares=1, settings=("layout.data=2",))
     job.reach(20)
