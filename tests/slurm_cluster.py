@@ -69,6 +69,14 @@ class Slurm:
         self._daemons: list[subprocess.Popen[bytes]] = []
 
     def __enter__(self) -> Self:
+        try:
+            self._start_all()
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+        return self
+
+    def _start_all(self) -> None:
         self.folder.mkdir(mode=0o755)
         names = [f"n{host}" for host in range(self.hosts.count)]
         for name in ("state", *(f"spool-{name}" for name in names)):
@@ -97,7 +105,6 @@ class Slurm:
         for host, name in enumerate(names):
             self._start(*self.hosts.inside(host), "slurmd", "-D", "-N", name, "-f", str(conf))
         self.until(lambda: self.run("sinfo", "-h", "-N", "-o", "%t").split().count("idle") == len(names), "idle nodes")
-        return self
 
     def _start(self, *command: str) -> None:
         with (self.folder / "daemons.log").open("ab") as log:

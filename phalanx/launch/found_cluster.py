@@ -4,9 +4,10 @@ themselves. Nothing is reserved."""
 from __future__ import annotations
 
 import re
+import sys
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from phalanx.host.process_tree import run_program
@@ -151,22 +152,17 @@ def slurm_nodes(options: Sequence[str], nodes: str, partitions: str) -> list[Nod
 
 
 def ray_nodes(nodes: Sequence[dict[str, Any]]) -> list[NodeKind]:
-    """The living nodes of `ray.nodes()`."""
-    found = []
+    """The living nodes of `ray.nodes()`. Ray measures how much memory was free when a node started: equal nodes get the least of them."""
+    found, memory = [], dict[NodeKind, int]()
     for node in nodes:
         resources = node["Resources"]
         if node["Alive"] and resources.get("CPU", 0) >= 1:
-            kinds = [name.removeprefix(_RAY_TYPE) for name in resources if name.startswith(_RAY_TYPE)]
+            types = [name.removeprefix(_RAY_TYPE) for name in resources if name.startswith(_RAY_TYPE)]
             gpus = int(resources.get("GPU", 0))
-            found.append(
-                NodeKind(
-                    cores=int(resources["CPU"]),
-                    memory=int(resources.get("memory", 0)) // 2**30 * 2**30,  # equal machines differ by a few bytes
-                    gpus=gpus,
-                    gpu_type=kinds[0] if gpus and kinds else "",
-                )
-            )
-    return found
+            kind = NodeKind(cores=int(resources["CPU"]), memory=0, gpus=gpus, gpu_type=types[0] if gpus and types else "")
+            found.append(kind)
+            memory[kind] = min(memory.get(kind, sys.maxsize), int(resources.get("memory", 0)))
+    return [replace(kind, memory=memory[kind]) for kind in found]
 
 
 def _gres(text: str) -> tuple[str, int]:

@@ -148,9 +148,7 @@ def test_nodes_of_ray() -> None:
     def node(alive: bool = True, **resources: float) -> dict[str, Any]:
         return {"Alive": alive, "Resources": resources | {"node:10.0.0.1": 1.0}}
 
-    gpu = {"CPU": 96.0, "GPU": 8.0, "memory": 2.5e11, "accelerator_type:H100": 1.0}
-    found = ray_nodes([node(CPU=0.0), node(**gpu), node(alive=False, **gpu), node(CPU=4.0, memory=8.1 * 2**30)])
-    assert found == [
-        NodeKind(cores=96, memory=232 << 30, gpus=8, gpu_type="H100"),
-        NodeKind(cores=4, memory=8 << 30),
-    ]
+    gpu = {"CPU": 96.0, "GPU": 8.0, "accelerator_type:H100": 1.0}
+    alive = [node(CPU=0.0), node(**gpu, memory=250e9), node(**gpu, memory=249e9), node(CPU=4.0, memory=8e9)]
+    large = NodeKind(cores=96, memory=249 * 10**9, gpus=8, gpu_type="H100")
+    assert ray_nodes([*alive, node(alive=False, **gpu)]) == [large, large, NodeKind(cores=4, memory=8 * 10**9)]
