@@ -35,8 +35,8 @@ def main() -> int:
             if isinstance(event, WorkerStarted) and event.rank is not None:
                 workers[event.rank] = event.pid
             elif isinstance(event, Step) and event.step == 1:
-                print(f"first step after {time.time() - begin:.1f} s")
-            elif isinstance(event, Step) and event.step >= int(at) and not hit:
+                print(f"first step after {time.time() - begin:.1f} s", flush=True)
+            elif fault != "none" and isinstance(event, Step) and event.step >= int(at) and not hit:
                 hit = time.monotonic()
                 victim = next(node for node in nodes if raylet(node) in ancestors(workers[1]))
                 if fault == "raylet":

@@ -87,7 +87,7 @@ def choose(engine: str, nodes: Sequence[NodeKind], run: Run) -> FoundCluster:
     what = f"{kind.cores} cores and {kind.memory / 2**30:.1f} GiB" + (f", {with_gpus} × {gpu.key}" if gpu is not None else "")
     first = f"{engine} has {kinds[kind]} usable nodes with {what} each; planned for {training}."
     others = [f"{engine} has nodes of {len(kinds)} kinds; the others are not used."] if len(kinds) > 1 else []
-    unsaid = "the speed of cores and" if gpu is None else "the"
+    unsaid = "cores and links" if gpu is None else "links"
     return FoundCluster(
         machine=Machine(
             host=engine,
@@ -98,7 +98,7 @@ def choose(engine: str, nodes: Sequence[NodeKind], run: Run) -> FoundCluster:
             nodes=training,
         ),
         nodes=count,
-        notes=(first, *others, *notes, f"{engine} does not tell {unsaid} speed of links: typical values are used."),
+        notes=(first, *others, *notes, f"{engine} does not tell the speed of {unsaid}: typical values are used."),
     )
 
 
