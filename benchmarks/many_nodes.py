@@ -76,9 +76,9 @@ class CountingController(Controller):
         self._count[f"received {type(report).__name__}"] += 1
         super().receive(node, report, channel)
 
-    def order(self, order: protocol.Order) -> None:
-        self._count[f"sent {type(order).__name__}"] += len(self.state.members)
-        super().order(order)
+    def order(self, order: protocol.Order, only: int | None = None) -> None:
+        self._count[f"sent {type(order).__name__}"] += len(self.state.members) if only is None else 1
+        super().order(order, only)
 
 
 class LightAgent(NodeServices):

@@ -38,6 +38,7 @@ JobAcctGatherType=jobacct_gather/none
 AccountingStorageType=accounting_storage/none
 MpiDefault=none
 SwitchType=switch/none
+TopologyPlugin=topology/tree
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 SlurmdParameters=config_overrides
@@ -60,7 +61,7 @@ def available() -> bool:
 
 
 class Slurm:
-    """Node n0 is host 0 of `hosts`, and so on."""
+    """Node n0 is host 0 of `hosts`, and so on. Even nodes are on one switch, odd ones on another."""
 
     def __init__(self, folder: Path, hosts: Hosts):
         self.folder, self.hosts = folder, hosts
@@ -69,13 +70,13 @@ class Slurm:
 
     def __enter__(self) -> Self:
         try:
-            self._begin()
+            self._start_all()
         except BaseException:
             self.__exit__(None, None, None)
             raise
         return self
 
-    def _begin(self) -> None:
+    def _start_all(self) -> None:
         self.folder.mkdir(mode=0o755)
         names = [f"n{host}" for host in range(self.hosts.count)]
         for name in ("state", *(f"spool-{name}" for name in names)):
@@ -87,6 +88,10 @@ class Slurm:
             f"NodeName={name} NodeHostname={name} NodeAddr={self.hosts.address(host)} Port={ports[host]} CPUs=2 RealMemory=1000 State=UNKNOWN"
             for host, name in enumerate(names)
         ]
+        even, odd = ",".join(names[::2]), ",".join(names[1::2])
+        (self.folder / "topology.conf").write_text(
+            f"SwitchName=leaf0 Nodes={even}\nSwitchName=leaf1 Nodes={odd}\nSwitchName=top Switches=leaf[0-1]\n"
+        )
         conf = self.folder / "slurm.conf"
         conf.write_text(CONF.format(folder=self.folder, controller=self.hosts.outside, port=port, nodes="\n".join(lines)))
         key = self.folder / "munge.key"
@@ -108,6 +113,13 @@ class Slurm:
                     command, env=self.env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
                 )
             )
+
+    def kill(self, daemon: str) -> None:
+        """Kill the daemons of this name."""
+        for process in self._daemons:
+            if daemon in process.args:
+                process.kill()
+                process.wait()
 
     def until(self, condition: object, what: str, seconds: float = 180.0) -> None:
         assert callable(condition)

@@ -64,6 +64,7 @@ def _place(number: int | None, nodes: int | None, launch: str | None) -> NodePla
         nodes=known.nodes if nodes is None else nodes,
         launch=known.launch if launch is None else launch,
         peer=known.peer,
+        topology=known.topology,
     )
     if not 0 <= place.node < place.nodes:
         raise RunError(f"--node {place.node} of --nodes {place.nodes}: numbers go from 0 to {place.nodes - 1}.")

@@ -11,13 +11,14 @@ from typing import Annotated
 
 from typer import Argument, Option
 
-from phalanx.spec.errors import RunError
+from phalanx.spec.errors import RunError, toml
 
 RunFile = Annotated[Path, Argument(help="The run file.", metavar="RUN.toml")]
 Overrides = Annotated[
     list[str] | None, Argument(help="Settings that override the run file, for example train.steps=20 layout.data=2.")
 ]
 AsJson = Annotated[bool, Option("--json", help="Print one JSON object on the last line.")]
+Hosts = Annotated[Path | None, Option(help="--on ssh: a file with one host per line. Sets cluster.hosts. See docs/ssh.md.")]
 Device = Annotated[str | None, Option(help="cpu or cuda. Default: the GPU if there is one.")]
 Field = Annotated[str | None, Option(help='Field or column with the text. Default: "text", or "messages" for chat.')]
 Template = Annotated[str | None, Option(help='chat: a Jinja file, or "plain". Default: the chat template of the tokenizer.')]
@@ -36,6 +37,14 @@ _AMOUNT = re.compile(r"([+-]?(?:\d[\d,_]*\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*([A-Z
 def check_source_kind(kind: str | None, kinds: tuple[str, ...] = SOURCE_KINDS) -> list[str]:
     """The problem with the value of --source, if there is one."""
     return [] if kind is None or kind in kinds else [f"--source {kind} is not known: choose one of {', '.join(kinds)}."]
+
+
+def launcher_settings(on: str | None, hosts: Path | None) -> list[str]:
+    """--on and --hosts as overrides of the run file."""
+    if hosts is not None and on is None:
+        on = "ssh"
+    given = {"cluster.launcher": on, "cluster.hosts": hosts}
+    return [f"{key}={toml(str(value))}" for key, value in given.items() if value is not None]
 
 
 def check_folders(*paths: Path | None) -> list[str]:

@@ -11,7 +11,16 @@ from typing import Annotated, Any, Literal
 from rich.console import Console
 from typer import Argument, Option
 
-from phalanx.cli.options import AsJson, Overrides, check_folders, parse_dollars, parse_memory, parse_seconds
+from phalanx.cli.options import (
+    AsJson,
+    Hosts,
+    Overrides,
+    check_folders,
+    launcher_settings,
+    parse_dollars,
+    parse_memory,
+    parse_seconds,
+)
 from phalanx.cli.output import console, finish, write_file
 from phalanx.dashboard.numbers import short_duration, size
 from phalanx.dashboard.plan_text import show_comparison, show_plan, show_solution
@@ -57,6 +66,11 @@ def plan(
     ] = False,
     png: Annotated[Path | None, Option(help="Draw memory, step time and trade-offs to this file.")] = None,
     html: Annotated[Path | None, Option(help="Write an interactive page with them to this file.")] = None,
+    on: Annotated[
+        str | None,
+        Option(help="Plan for the machines that are there: asks slurm, ray, or with --hosts the hosts themselves (ssh)."),
+    ] = None,
+    hosts: Hosts = None,
     json: AsJson = False,
 ) -> None:
     """Find the best layout of a run on its cluster without using a GPU: memory, time and price, and why the others are worse."""
@@ -68,15 +82,29 @@ def plan(
         answer = _compare(wide, compare, refit)
     else:
         assert run_file is not None
-        run, limits = load(run_file, overrides or []), _limits(fits_in, deadline, budget)
-        request = PlanRequest(run, planned_machine(run), aim=aim, limits=limits, given=given, free=free, top=max(10, top))
+        run = load(run_file, [*(overrides or []), *launcher_settings(on, hosts)])
+        run, machine, notes = _found(run) if on or hosts else (run, planned_machine(run), ())
+        limits = _limits(fits_in, deadline, budget)
+        request = PlanRequest(run, machine, aim=aim, limits=limits, given=given, free=free, top=max(10, top))
         answer = _solve(wide, request, solve) if solve is not None else _show(wide, request, top, (png, html))
+        for note in notes:
+            wide.print(note, soft_wrap=True, markup=False)
+        answer |= {"cluster_notes": list(notes)} if on or hosts else {}
     finish(json, answer)
 
 
 def planned_machine(run: Run) -> Machine | None:
     """This machine if the run file names no cluster. It is probed only then, because GPU drivers answer slowly."""
     return None if planned(run) else this_machine()
+
+
+def _found(run: Run) -> tuple[Run, Machine, tuple[str, ...]]:
+    """The machines that Slurm, Ray or the hosts themselves report, and the run without keys that describe others."""
+    from phalanx.launch.found_cluster import found_cluster
+
+    found = found_cluster(run)
+    run = replace(run, cluster=replace(run.cluster, gpu=None, nodes=found.nodes))
+    return run, found.machine, found.notes
 
 
 def _show(wide: Console, request: PlanRequest, top: int, files: tuple[Path | None, Path | None]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from typing import Annotated
 import typer
 from typer import Option
 
-from phalanx.cli.options import AsJson, Overrides, RunFile
+from phalanx.cli.options import AsJson, Hosts, Overrides, RunFile, launcher_settings
 from phalanx.cli.output import console, finish, print_error, print_json, print_summary
 from phalanx.control.protocol import RESUMABLE
 from phalanx.dashboard.data_tables import tokenizing
@@ -29,7 +29,7 @@ from phalanx.host.env import torchrun_place
 from phalanx.host.probe import this_machine
 from phalanx.launch.job import Job, first_events
 from phalanx.launch.prepare import Prepared, Request, choose_directory, prepare
-from phalanx.spec.errors import PhalanxError, RunError, RunFailed, refuse, toml
+from phalanx.spec.errors import PhalanxError, RunError, RunFailed, refuse
 from phalanx.spec.load import load
 from phalanx.spec.plan import Place
 from phalanx.spec.run import Run
@@ -60,9 +60,7 @@ def train(
         str | None,
         Option(help="What starts the run on other machines: ssh, slurm or ray. Sets cluster.launcher. Default: this machine."),
     ] = None,
-    hosts: Annotated[
-        Path | None, Option(help="--on ssh: a file with one host per line. Sets cluster.hosts. See docs/ssh.md.")
-    ] = None,
+    hosts: Hosts = None,
     dry_run: Annotated[bool, Option("--dry-run", help="--on slurm: print the batch script and end.")] = False,
     json: AsJson = False,
 ) -> None:
@@ -73,7 +71,7 @@ def train(
         raise RunError("--chaos needs Phalanx's own supervisors, but torchrun started this process: use `phalanx train` alone.")
     if place is not None:
         raise typer.Exit(_train_under_torchrun(place, run_file, overrides or [], request, json))
-    run = load(run_file, [*(overrides or []), *_launcher_settings(on, hosts)])
+    run = load(run_file, [*(overrides or []), *launcher_settings(on, hosts)])
     if run.command.program is not None:
         raise RunError(
             f"{run_file}: [command] names a program of its own: start it with `phalanx launch --run-file {run_file}`."
@@ -99,14 +97,6 @@ def train(
         console.print(f"Stopped and saved. To resume, run the same command {again}.", style="yellow", soft_wrap=True)
     finish(json, summary.to_json(prepared.rundir.path) | ({"error": [job.failure.reason]} if job.failure else {}))
     raise typer.Exit(job.exit_code or 0)
-
-
-def _launcher_settings(on: str | None, hosts: Path | None) -> list[str]:
-    """--on and --hosts as overrides of the run file."""
-    if hosts is not None and on is None:
-        on = "ssh"
-    given = {"cluster.launcher": on, "cluster.hosts": hosts}
-    return [f"{key}={toml(str(value))}" for key, value in given.items() if value is not None]
 
 
 def _drawn_faults(faults: tuple[Fault, ...], prepared: Prepared) -> str:
@@ -162,10 +152,10 @@ def _train_on_slurm(run: Run, name: str, request: Request, *, dry_run: bool, jso
         for event in reader.new():
             view.show(event)
     except KeyboardInterrupt:
-        view.close()
         console.print(f"The job goes on. To stop it, `scancel {job.number}`; to see it, `tail -f {rundir.logs}/*.log`.")
         return 0
-    view.close()
+    finally:
+        view.close()
     summary = print_summary(rundir)
     console.print(f"job {job.number}: {state}", style="dim")
     finish(json, summary.to_json(rundir.path))

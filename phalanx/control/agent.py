@@ -48,6 +48,7 @@ class Agent(NodeServices):
     def __init__(self, settings: protocol.AgentSettings):
         super().__init__(settings)
         self.slots, self._bind, self._chaos = settings.slots, settings.bind, settings.chaos
+        self._topology = settings.topology
         self.last_begin: protocol.BeginGeneration | None = None
         """The order that began the newest generation."""
         trains = self.run.command.program is None
@@ -117,6 +118,13 @@ class Agent(NodeServices):
                 worker.send(protocol.Stop(reason=reason))
             self.report(protocol.Stop(reason=reason))
 
+    def leave(self, message: protocol.Leave) -> None:
+        """The host goes away: the controller moves the ranks elsewhere, then releases this node."""
+        if self.leaving is None:
+            self.leaving = message
+            self.emit(Warned(message=f"Node {self.node} goes away: {message.reason}"))
+            self.report(message)
+
     # --- connections and reports ---
 
     async def _on_connection(self, channel: Channel) -> None:
@@ -153,6 +161,7 @@ class Agent(NodeServices):
             node=self.node,
             name=self.name,
             slots=self.slots,
+            topology=self._topology,
             replica_server=list(self.replica_process.address),
             workers={
                 worker.name: protocol.WorkerInfo(rank=worker.rank, generation=worker.generation, exit_code=worker.exit_code)
@@ -162,6 +171,7 @@ class Agent(NodeServices):
             last_begin=self.last_begin,
             step=max((beat.step for beat in self._beats().values()), default=None),
             stopping=self.stopping,
+            leaving=self.leaving,
         )
 
     def report(self, report: protocol.Report) -> None:
@@ -245,6 +255,8 @@ class Agent(NodeServices):
             case protocol.Evict():
                 for worker in self.workers.values():
                     worker.kill()
+            case protocol.Release():
+                self._over.set()
             case protocol.Stop():
                 self.stop(order.reason)
             case protocol.Done():
@@ -389,6 +401,8 @@ async def _follow_launcher(agent: Agent, launcher: asyncio.StreamReader) -> None
         message = protocol.decode(json.loads(line))
         if isinstance(message, protocol.Stop):
             agent.stop(message.reason)
+        elif isinstance(message, protocol.Leave):
+            agent.leave(message)
         elif isinstance(agent.registry, LauncherRegistry):
             agent.registry.receive(message)
     os._exit(1)

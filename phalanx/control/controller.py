@@ -88,7 +88,9 @@ class Controller(Control):
             case protocol.Record():
                 self.state.members[node].recorded += self._write(report)
             case protocol.Stop():
-                self._on_stop_requested(report.reason)
+                self.request_stop(report.reason)
+            case protocol.Leave():
+                self.expect_loss(node, report)
             case protocol.ReplicaServerMoved():
                 host, port = report.address
                 self.state.members[node].replica_server = (host, port)
@@ -104,7 +106,9 @@ class Controller(Control):
         state.members[node] = Member(join, (host, port), channel, time.monotonic())
         state.unreachable.discard(node)
         if join.stopping is not None:
-            self._on_stop_requested(join.stopping)
+            self.request_stop(join.stopping)
+        if join.leaving is not None:
+            self.expect_loss(node, join.leaving)
         generation = state.generation
         if generation is None:
             return
@@ -137,7 +141,7 @@ class Controller(Control):
 
     def _write(self, record: protocol.Record) -> bool:
         """Write a record; returns False if another controller must do it: this one may have been stopped for a while."""
-        if time.monotonic() > self._leadership_checked + _LEADERSHIP_SECONDS:
+        if self._deposed or time.monotonic() > self._leadership_checked + _LEADERSHIP_SECONDS:
             if not self.leads:
                 return False
             self._leadership_checked = time.monotonic()
@@ -163,11 +167,6 @@ class Controller(Control):
             generation.steps_of_dead.append(report.step)
         generation.dead.add(report.rank)
         self.state.events.append(worker_failure(report, generation.step, self.agent.rundir))
-
-    def _on_stop_requested(self, reason: str) -> None:
-        if self.state.stop_requested is None:
-            self.state.stop_requested = time.monotonic()
-            self.order(protocol.Stop(reason=reason))
 
     def drop_link(self, node: int) -> None:
         """Injected fault: the connection to that node breaks."""
@@ -241,10 +240,11 @@ async def _start(control: Control, replanner: Replanner) -> None:
         else:
             await _begin_first(control, replanner)
         return
-    nodes = {*newest.assignment} - {newest.author}
+    gone = {newest.author} - {agent.handed_over}
+    nodes = {*newest.assignment} - gone
     await control.until(lambda: nodes <= state.members.keys(), _TAKEOVER_TIMEOUT)
     # Spare nodes, too: one that joined a moment later would be too late to replace a lost node.
-    others = set(agent.registry.announced()) - {newest.author}
+    others = set(agent.registry.announced()) - gone
     await control.until(lambda: others <= state.members.keys(), _SPARES_TIMEOUT)
     events = await agent.registry.history()
     unrecovered = _read_history(control, events)

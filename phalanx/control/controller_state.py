@@ -24,7 +24,7 @@ from phalanx.host.host_check import DeviceResult
 from phalanx.recovery import state as policy
 from phalanx.recovery.diagnose import HangReport
 from phalanx.recovery.relayout import replicated_elsewhere
-from phalanx.recovery.state import Failure, NodeJoined, Situation
+from phalanx.recovery.state import Failure, NodeJoined, NodeLeaving, Situation
 from phalanx.spec.layout import Layout
 from phalanx.spec.plan import Plan
 from phalanx.spec.run import Run
@@ -34,6 +34,7 @@ _INSPECT_TIMEOUT = 1.5  # seconds in which an agent inspects a rank that does no
 _QUIET = 3  # heartbeats that may be missing before a node may be lost
 _CHECKING = 0.1  # part of the time that may be spent on looking whether a condition holds
 _OFFER_SECONDS = 1.5  # in which another node claims a term that is offered
+_OFFER_POLL = 0.1  # seconds between two looks whether one has
 _STALL = 1.0  # seconds without a heartbeat, after which this process was itself stopped or starved
 _MEMORY_FRACTION = 0.4  # part of the free memory that replicas may take which nobody asked for
 
@@ -49,6 +50,8 @@ class Member:
     last_heard: float
     recorded: int = 0
     """Records that have arrived on this connection."""
+    leaves: float | None = None
+    """When its host goes away, by this machine's clock; None: it stays."""
 
 
 @dataclass(slots=True)
@@ -270,9 +273,19 @@ class ControllerState:
         begins = [member.join.last_begin for member in self.members.values() if member.join.last_begin is not None]
         return max(begins, key=lambda begin: begin.generation, default=None)
 
-    def nodes(self) -> dict[int, int]:
-        """Slots of every node that may train."""
-        return {node: self.members[node].join.slots for node in sorted(self.members.keys() - self.rejected)}
+    def nodes(self, *, all_of_them: bool = False) -> dict[int, int]:
+        """Slots of every node that may train and stays; with `all_of_them`, of those that leave, too. Nodes that are near each other in the
+        network are neighbors: ranks fill them in this order."""
+        near = sorted(self.members.items(), key=lambda item: (item[1].join.topology, item[0]))
+        return {
+            number: member.join.slots
+            for number, member in near
+            if number not in self.rejected and (all_of_them or member.leaves is None)
+        }
+
+    @property
+    def leaving(self) -> list[int]:
+        return [node for node, member in self.members.items() if member.leaves is not None]
 
     def replica_servers(self) -> list[Address]:
         return [member.replica_server for node, member in self.members.items() if node not in self.rejected]
@@ -302,22 +315,19 @@ class Control:
             self._deposed = True
         return not self._deposed
 
-    def order(self, order: protocol.Order) -> None:
-        """Send an order to every node, if this term is still the newest."""
+    def order(self, order: protocol.Order, only: int | None = None) -> None:
+        """Send an order to every node, or to one, if this term is still the newest."""
         if not self.leads:
             return
         order = replace(order, term=self.term)
         body = to_body(protocol.encode(order))  # once for all: there may be thousands of nodes
-        for member in self.state.members.values():
-            if member.channel is not None:
-                member.channel.post_body(body)
-            else:
-                self.agent.spawn(self.agent.obey(order))
+        members = self.state.members
+        for member in members.values() if only is None else filter(None, [members.get(only)]):
+            self._send(member, order, body)
 
-    def _send(self, member: Member, order: protocol.Order) -> None:
-        """Send an order to one node."""
+    def _send(self, member: Member, order: protocol.Order, body: bytes) -> None:
         if member.channel is not None:
-            member.channel.post(protocol.encode(order))
+            member.channel.post_body(body)
         else:
             self.agent.spawn(self.agent.obey(order))
 
@@ -378,6 +388,37 @@ class Control:
         if await registry.claim(self.term + 1, name):
             self.term += 1
         return self.leads
+
+    async def step_down(self) -> None:
+        """Let a node lead that stays: this one is leaving, and the next generation shall not depend on it."""
+        self.agent.registry.offer(self.term)
+        self.order(protocol.HandOver())
+        self._deposed = True  # records that arrive from now on are the next controller's to write
+        deadline = time.monotonic() + _OFFER_SECONDS
+        while self.agent.registry.newest()[0] == self.term and time.monotonic() < deadline:
+            await asyncio.sleep(_OFFER_POLL)
+
+    def request_stop(self, reason: str) -> None:
+        """The run saves and ends."""
+        if self.state.stop_requested is None:
+            self.state.stop_requested = time.monotonic()
+            self.order(protocol.Stop(reason=reason))
+
+    def expect_loss(self, node: int, leave: protocol.Leave) -> None:
+        """A node goes away: its ranks move elsewhere first."""
+        member = self.state.members[node]
+        if member.leaves is not None:
+            return
+        member.leaves = time.monotonic() + (math.inf if leave.seconds is None else leave.seconds)
+        self.state.events.append(NodeLeaving(node))
+        if self.state.copy_every is not None:  # copies of others go elsewhere
+            self.agent.spawn(self.set_replica_peers())
+
+    def release_leaving(self, generation: Generation) -> None:
+        """Let nodes go that are leaving and are not needed any more."""
+        for node in self.state.leaving:
+            if node not in generation.assignment and self.state.recovery is None:
+                self.order(protocol.Release(), node)
 
     def lose_node(self, node: int, reason: str, *, silent: bool = False) -> None:
         """Forget a node. Its ranks are dead. `silent`: it may be alive, but not be reachable from here."""
@@ -442,7 +483,8 @@ class Control:
         state.unreachable.clear()
         for node, own in _by_node(assignment, names).items():
             if node in state.members:
-                self._send(state.members[node], protocol.KeepWorkers(term=self.term, generation=number, names=own))
+                keep = protocol.KeepWorkers(term=self.term, generation=number, names=own)
+                self._send(state.members[node], keep, to_body(protocol.encode(keep)))
         self.order(
             protocol.BeginGeneration(
                 generation=number,

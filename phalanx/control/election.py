@@ -103,6 +103,9 @@ class NodeServices(ABC):
         self.unreachable: dict[int, float] = {}
         """Nodes that an injected fault separates from this one, and until when."""
         self.stopping: str | None = None
+        self.leaving: protocol.Leave | None = None
+        self.handed_over: int | None = None
+        """The node whose controller has handed over, and lives on."""
         self.outcome: protocol.Outcome | None = None
         self._over = asyncio.Event()
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -219,12 +222,18 @@ class LeaderClient:
         except (OSError, TimeoutError):
             await asyncio.sleep(_RETRY)
             return self._shows_life(node, author)
-        heard = False
         self._channel.on_invalid = self._agent.on_refused
+        if not await self._obey_author(self._channel, term, author):
+            await asyncio.sleep(_RETRY)  # it does not lead yet, or does not want this node now
+        return True
+
+    async def _obey_author(self, channel: Channel, term: int, author: str) -> bool:
+        """Join, and obey until the connection ends; returns whether the author has taken this node in."""
+        heard, node = False, int(author.partition("-")[0])
         try:
-            self._channel.post(protocol.encode(self._agent.join_report()))
+            channel.post(protocol.encode(self._agent.join_report()))
             while self._agent.outcome is None:
-                order = protocol.decode(await asyncio.wait_for(self._channel.receive(), self._heartbeat))
+                order = protocol.decode(await asyncio.wait_for(channel.receive(), self._heartbeat))
                 if not heard:  # it leads, and has taken this node in
                     self._agent.records.connect(self.send)
                     heard = True
@@ -235,20 +244,22 @@ class LeaderClient:
                     continue
                 if self._registry.newest() != (term, author):
                     break  # it was deposed, and may not know
+                if isinstance(order, protocol.HandOver):
+                    self._agent.handed_over = node
+                    await asyncio.sleep(_RETRY)  # until this node knows of the offer
+                    break
                 await self._agent.obey(order)
         except Refused:
             self._close_refused()
-            self._refused = self._channel
+            self._refused = channel
         except (ConnectionError, TimeoutError):
             pass
         finally:
             self._agent.records.connect(None)
-            if self._channel is not self._refused:
-                self._channel.close()
+            if channel is not self._refused:
+                channel.close()
             self._channel = None
-        if not heard:
-            await asyncio.sleep(_RETRY)  # it does not lead yet, or does not want this node now
-        return True
+        return heard
 
     def _close_refused(self) -> None:
         if self._refused is not None:

@@ -37,7 +37,7 @@ class Preflight:
         self._control, self._state, self._agent = control, control.state, control.agent
         self._replanner, self._plan = replanner, control.agent.plan
         self._min_speed = control.agent.run.cluster.min_speed
-        self._slots = {node: member.join.slots for node, member in sorted(self._state.members.items())}
+        self._slots = self._state.nodes(all_of_them=True)
         self._problems: list[HostProblem] = []
         self._asked = 0.0
 
@@ -220,17 +220,19 @@ class Preflight:
     def _choose(self) -> tuple[Plan, tuple[int, ...]] | None:
         """The plan and the nodes of its ranks, without rejected hosts. Ends the run if it cannot train without them."""
         state, plan = self._state, self._plan
-        healthy = state.nodes()
+        healthy = state.nodes(all_of_them=True)
         if sum(healthy.values()) >= plan.ranks:
             return plan, initial_assignment(plan.layout, healthy)
         lost = [Failure("node lost", None, None, self._reason(node), node) for node in self._slots if node not in healthy]
+        trains = self._agent.run.command.program is None
         situation = Situation(
             wanted=plan.layout,
             layout=plan.layout,
             assignment=initial_assignment(plan.layout, self._slots),
             nodes=healthy,
             settings=self._control.settings,
-            batch=self._agent.run.batch,
+            counts_steps=trains,
+            batch=self._agent.run.batch if trains else None,
         )
         action = decide(situation, lost, self._replanner.legal)
         if isinstance(action, NewGeneration) and (smaller := self._replanner.plan(action.layout)) is not None:

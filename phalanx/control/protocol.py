@@ -179,11 +179,21 @@ class AgentSettings(Message):
     """Computers that the training nodes are on, all like this one."""
     token: str
     bind: str
+    topology: str = ""
+    """Where the host is in the network, from the outermost switch. Ranks fill hosts in this order."""
     chaos: str
     environment: dict[str, str]
     """Variables of the launcher's environment that a host gets which does not set them itself."""
     parent: int | None
     """Process id of the launcher, if it is on this machine. The agent ends with it."""
+
+
+class Leave(Message):
+    """The launcher, and then the agent to the controller: this host goes away. The run moves its ranks elsewhere before."""
+
+    reason: str
+    seconds: float | None = None
+    """Until then; None: as soon as the run does not need it."""
 
 
 class NodeAway(Message):
@@ -367,6 +377,14 @@ class Evict(Order):
     """The run continued without this node: it kills its workers."""
 
 
+class HandOver(Order):
+    """The controller is leaving and has offered its term: another node leads from now on, and it joins."""
+
+
+class Release(Order):
+    """The run does without this node, which is leaving: its agent ends."""
+
+
 class Stop(Order):
     """Save and end. Also the report of a node that was asked to."""
 
@@ -498,6 +516,7 @@ class Join(Message):
     node: int
     name: str
     slots: int
+    topology: str = ""
     replica_server: list[Any]
     workers: dict[str, WorkerInfo]
     last_begin: BeginGeneration | None
@@ -505,6 +524,7 @@ class Join(Message):
     step: int | None
     """Newest complete step of its ranks."""
     stopping: str | None
+    leaving: Leave | None = None
 
 
 class HostChecked(Message):
@@ -579,6 +599,7 @@ Report = (
     | Beats
     | Record
     | ReplicaServerMoved
+    | Leave
     | Stop
     | RankReport
 )

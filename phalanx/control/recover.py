@@ -1,4 +1,4 @@
-"""From a failure, or a node that joined, to a new generation: halt the survivors, decide by `recovery/policy`, keep the state, plan the
+"""From a failure, or a node that joined or leaves, to a new generation: halt the survivors, decide by `recovery/policy`, keep the state, plan the
 layout, begin."""
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from phalanx.control import protocol
 from phalanx.control.controller_state import Control, Generation, RecoveryRecord
 from phalanx.events.records import FailureNoticed, Warned
 from phalanx.recovery.policy import decide, updated_history
-from phalanx.recovery.state import Action, EndRun, Event, Failure, NewGeneration, NodeJoined, Wait
+from phalanx.recovery.state import Action, EndRun, Event, Failure, NewGeneration, NodeJoined, NodeLeaving, Wait
 from phalanx.spec.check_layout import layout_findings
 from phalanx.spec.errors import RunError
 from phalanx.spec.layout import Layout
@@ -27,6 +27,7 @@ _GATHER = 0.03  # seconds: failures that come together are handled together
 _HALT_TIMEOUT = 10.0  # seconds in which a rank must have abandoned its step
 _HAND_OFF_TIMEOUT = 120.0  # seconds in which survivors must have copied their state into host memory
 _PAUSE_TIMEOUT = 600.0  # seconds in which ranks reach the end of a step
+_LEAVE_FRACTION = 0.5  # part of the time until a node goes away in which ranks reach the end of a step
 
 
 class Recovery:
@@ -46,9 +47,12 @@ class Recovery:
             await asyncio.sleep(_GATHER)
             if await self._control.lost_majority() and not await self._control.offer_term():
                 return
+            if self._agent.node in self._state.leaving and self._state.nodes():
+                await self._control.step_down()
+                return
             self._gather()
-            if not self._save_only and all(isinstance(event, NodeJoined) for event in self._events):
-                if not await self._pause_to_grow():
+            if not self._save_only and all(isinstance(event, NodeJoined | NodeLeaving) for event in self._events):
+                if not await self._pause_to_change():
                     return
                 continue
             if await self._change():
@@ -70,17 +74,24 @@ class Recovery:
         situation = self._state.situation(self._agent.run)
         return decide(situation, (*self._events, *more), self._replanner.legal)
 
-    async def _pause_to_grow(self) -> bool:
-        """Only nodes have joined. If the run can grow, pause after the current step and change; False: nothing more to do."""
+    async def _pause_to_change(self) -> bool:
+        """Only nodes have joined, or leave. If the run shall change, pause after the current step and do it; False: nothing more to do."""
         state, generation = self._state, self._state.generation
         assert generation is not None
-        if not isinstance(self._decide(), NewGeneration) or state.recovery is not None:
+        action = self._decide()
+        displaced = set(state.leaving) & set(generation.assignment)
+        if isinstance(action, Wait) and displaced:
+            self._control.request_stop(f"node {min(displaced)} goes away, and {action.reason}")
+            return False
+        if not isinstance(action, NewGeneration) or (state.recovery is not None and not displaced):
             # A recovery in progress comes back to these nodes when it is complete.
             state.joined_during_recovery |= {event.node for event in self._events if isinstance(event, NodeJoined)}
             return False
         self._control.order(protocol.Pause(generation=generation.number))
+        left = min((state.members[node].leaves or 0.0 for node in displaced), default=math.inf) - time.monotonic()
         await self._control.until(
-            lambda: bool(state.events) or bool(generation.ended) or len(generation.paused) == generation.ranks, _PAUSE_TIMEOUT
+            lambda: bool(state.events) or bool(generation.ended) or len(generation.paused) == generation.ranks,
+            min(_PAUSE_TIMEOUT, _LEAVE_FRACTION * left),
         )
         if generation.ended:
             return False

@@ -38,6 +38,7 @@ class Watchdog:
         if generation is None:
             return
         self.record_recovery(generation)
+        self._control.release_leaving(generation)
         self._check_connections(generation)
         self._check_corruption(generation)
         await self._check_stop(generation)
@@ -77,7 +78,7 @@ class Watchdog:
         state.recovery = None
         agent.spawn(discard_replicas(self._control, generation.number))
         if generation.plan.layout != state.wanted:  # nodes with free slots may allow the run to grow
-            free = {node for node, member in state.members.items() if generation.assignment.count(node) < member.join.slots}
+            free = {node for node, slots in state.nodes().items() if generation.assignment.count(node) < slots}
             state.joined |= free | state.joined_during_recovery
         state.joined_during_recovery.clear()
 

@@ -33,6 +33,8 @@ class NodePlace:
     """Identifies this start of the job: the same on all its hosts, another one after a restart."""
     peer: str | None = None
     """An address of another host of the job, by which the own one is found."""
+    topology: str = ""
+    """Where the host is in the network, from the outermost switch: hosts that sort together are near each other."""
 
 
 def engine_place() -> NodePlace | None:
@@ -44,6 +46,7 @@ def engine_place() -> NodePlace | None:
             nodes=int(os.environ["SLURM_STEP_NUM_NODES"]),
             launch=f"slurm-{get('SLURM_JOB_ID')}-{get('SLURM_RESTART_COUNT', '0')}",
             peer=get("SLURM_LAUNCH_NODE_IPADDR"),
+            topology=get("SLURM_TOPOLOGY_ADDR", "").rpartition(".")[0],  # the last part is the host itself
         )
     if "TORCHELASTIC_RUN_ID" in os.environ:
         return NodePlace(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from phalanx.spec.errors import RunError, did_you_mean
 
-_KEYS = ("bind", "slots", "port", "user", "python")
+_KEYS = ("bind", "slots", "switch", "port", "user", "python")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,6 +22,8 @@ class Host:
     """Its address in the run's network. Default: the one by which it is reached."""
     slots: int | None = None
     """Ranks that it can run. Default: its GPUs, or its share of the ranks."""
+    switch: str = ""
+    """Where it is in the network, from the outermost switch, such as "pod1/leaf3": neighboring ranks are on hosts that sort together."""
     port: int | None = None
     user: str | None = None
     python: str | None = None

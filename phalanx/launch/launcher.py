@@ -57,6 +57,6 @@ class Launcher(Protocol):
         """Start the agent of a node. Its errors go to the file."""
 
 
-def launcher(run: Run) -> Launcher:
-    """The launcher that the run file names."""
-    return cast(Launcher, import_module(f"phalanx.launch.{run.cluster.launcher}").LAUNCHER(run))
+def launcher(run: Run, name: str) -> Launcher:
+    """The launcher that the run file names. `name`: of the run, for people who look at the cluster."""
+    return cast(Launcher, import_module(f"phalanx.launch.{run.cluster.launcher}").LAUNCHER(run, name))

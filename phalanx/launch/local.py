@@ -21,7 +21,7 @@ class Local:
     registry = "folder"
     hosts = 1
 
-    def __init__(self, run: Run):
+    def __init__(self, run: Run, name: str = ""):
         self._run = run
         self.nodes = run.cluster.nodes
         self.restart_after = run.resilience.node_return

@@ -83,7 +83,8 @@ def run_node(directory: Path, place: NodePlace, options: NodeOptions, say: Calla
         time.sleep(_POLL)
         settings = _read_settings(path, place.launch)
     run = load(rundir.run_file)
-    own = replace(settings, node=place.node, bind=_address(run, place, options), parent=os.getpid())
+    address = _address(run, place, options)
+    own = replace(settings, node=place.node, bind=address, topology=place.topology, parent=os.getpid())
     outcome = _Node(own, rundir, run, say).follow()
     if outcome is None:
         return 1

@@ -81,7 +81,7 @@ def prepare(
 
     request = request or Request()
     problems = [*run_checks.missing_packages(run), *run_checks.storage_problems(run)]
-    started_by = started_by or launcher(run)
+    started_by = started_by or launcher(run, (request.directory or Path(name)).name)
     run = replace(run, cluster=replace(run.cluster, nodes=started_by.nodes))
     try:
         machine = this_machine() if ranks is not None else started_by.machine()

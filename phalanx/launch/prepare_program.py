@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from dataclasses import replace
+from pathlib import Path
 
 from phalanx.events.rundir import replace_file
 from phalanx.launch.launcher import Launcher, launcher
@@ -18,7 +19,7 @@ from phalanx.spec.run import Run
 def prepare_program(run: Run, name: str, request: Request, *, started_by: Launcher | None = None) -> Prepared:
     """Check the hosts, and make the directory ready. `started_by`: a launcher other than the one that the run names."""
     assert run.command.program
-    started_by = started_by or launcher(run)
+    started_by = started_by or launcher(run, (request.directory or Path(name)).name)
     if run.cluster.launcher == "local" and shutil.which(run.command.program[0]) is None:
         raise RunError(f"{run.command.program[0]} is not a program on PATH: name one, or give its path.")
     machine = started_by.machine()

@@ -2,33 +2,37 @@
 with the command that started the run.
 
 The agents' own heartbeats decide who is lost: Ray takes from 14 s to a minute. A lost actor is started again at once, on whatever node Ray
-finds for it.
+finds for it. A node that Ray drains is told to its agent, and the run does without it before it is gone.
 """
 
 from __future__ import annotations
 
 import os
+import secrets
 import select
 import threading
-from collections import deque
+import time
+from collections import Counter, deque
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
-from phalanx.control.protocol import AgentSettings, Message, decode, encode
+from phalanx.control.protocol import AgentSettings, Leave, Message, decode, encode
 from phalanx.host.env import forwarded, python_path
 from phalanx.host.host_report import HostQuestion, HostReport, report
+from phalanx.host.interfaces import address_of
 from phalanx.launch.agent_process import AgentProcess
 from phalanx.launch.host_group import HostGroup
 from phalanx.launch.launcher import StartedAgent
 from phalanx.spec.errors import RunError
-from phalanx.spec.run import Run
+from phalanx.spec.run import Cluster, Run
 
 _PLACEMENT_SECONDS = 60.0  # in which Ray finds the nodes; an autoscaler may have to start them
 _REPORT_SECONDS = 60.0  # in which an actor starts and reports
 _WAIT = 1.0  # seconds that an actor waits for messages before it answers
 _RESTART = 1.0  # seconds until the actor of a lost node is started again
 _LOST = -9  # exit code of an agent whose actor is gone
+_DRAIN_POLL = 1.0  # seconds between two questions which nodes Ray drains
 
 
 class AgentHost:
@@ -39,17 +43,21 @@ class AgentHost:
 
     def report(self, question: dict[str, Any]) -> dict[str, Any]:
         """This node, as a `HostReport`."""
+        return asdict(report(HostQuestion(**{**question, "paths": tuple(question["paths"])})))
+
+    def start(self, settings: dict[str, Any]) -> str:
+        """Start the agent. Returns Ray's id of this node."""
+        import ray
         from ray.util import get_node_ip_address
 
-        answer = report(HostQuestion(**{**question, "paths": tuple(question["paths"])}))
-        return asdict(replace(answer, reached_at=get_node_ip_address()))
-
-    def start(self, settings: dict[str, Any]) -> None:
-        """Start the agent."""
         own: AgentSettings = decode(settings)
+        # Here, because the actor of a lost node may be started on another.
+        given = None if own.bind == Cluster().bind else address_of(own.bind)
+        own = replace(own, bind=given or get_node_ip_address())
         logs = Path(own.run_dir) / "logs"
         logs.mkdir(parents=True, exist_ok=True)
         self._agent = AgentProcess(own, logs / f"node-{own.node}.log")
+        return str(ray.get_runtime_context().get_node_id())
 
     def send(self, message: dict[str, Any]) -> None:
         if self._agent is not None:
@@ -70,6 +78,9 @@ class RayAgent:
     def __init__(self, actor: Any, settings: AgentSettings):
         self._actor, self._messages = actor, deque[Message]()
         self._code: int | None = None
+        self._told = False
+        self.ray_node: str | None = None
+        """Ray's id of the node; None while it starts."""
         self._readable, self._wake = os.pipe()
         self._starting = actor.start.remote(encode(settings))
         threading.Thread(target=self._follow, name="ray agent", daemon=True).start()
@@ -78,7 +89,7 @@ class RayAgent:
         import ray
 
         try:
-            ray.get(self._starting)  # the calls of an actor with several threads are not in order
+            self.ray_node = ray.get(self._starting)  # the calls of an actor with several threads are not in order
             while True:
                 messages, code = ray.get(self._actor.receive.remote())
                 self._messages.extend(decode(message) for message in messages)
@@ -98,6 +109,12 @@ class RayAgent:
         if self._code is None:
             self._actor.send.remote(encode(message))
         return self._code is None
+
+    def leave(self, deadline: float | None) -> None:
+        """Ray drains the node. `deadline`: when it is gone, in seconds since 1970."""
+        if not self._told:
+            seconds = None if deadline is None else max(0.0, deadline - time.time())
+            self._told = self.send(Leave(reason="Ray drains it", seconds=seconds))
 
     def receive(self) -> list[Message]:
         while select.select([self._readable], [], [], 0)[0] and os.read(self._readable, 4096):
@@ -120,46 +137,69 @@ class RayAgent:
 
 
 class Ray(HostGroup):
-    """Nodes of a Ray cluster, one actor on each."""
+    """Nodes of a Ray cluster, one actor on each. As a context manager it gives the nodes back at its end; otherwise they are free when the
+    process ends."""
 
-    def __init__(self, run: Run):
-        try:
-            import ray
-        except ImportError:
-            raise RunError("cluster.launcher = \"ray\" needs the package ray: pip install 'phalanx[ray]'.") from None
-        if not ray.is_initialized():
-            try:
-                ray.init(address=run.cluster.ray_address, namespace="phalanx", log_to_driver=False, logging_level="ERROR")
-            except ConnectionError as error:
-                raise RunError(
-                    f'cluster.ray_address = "{run.cluster.ray_address}": no Ray cluster answers there ({error}): start one with '
-                    "`ray start --head`, or name its address."
-                ) from None
-        self._bundles = _bundles(run, ray.nodes())
+    def __init__(self, run: Run, name: str = "run"):
+        connect(run.cluster.ray_address)
+        import ray
+
+        draining = _draining()
+        self._bundles = bundles(run, [node for node in ray.nodes() if node["NodeID"] not in draining])
         super().__init__(run, [f"Ray node {number}" for number in range(len(self._bundles))])
         given = run.resilience.node_return
         self.restart_after = _RESTART if given is None else given
+        self._name, self._namespace = f"phalanx {name}", f"phalanx-{secrets.token_hex(4)}"
         self._group: Any = None
         self._actors: dict[int, Any] = {}
+        self._agents: dict[int, RayAgent] = {}
+        self._starts: Counter[int] = Counter()
+        self._closed = threading.Event()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        import ray
+
+        self._closed.set()
+        if self._group is not None and ray.is_initialized():
+            ray.util.remove_placement_group(self._group)  # and with it the actors
+            self._group = None
 
     def start(self, settings: AgentSettings, log: Path) -> StartedAgent:
-        answer = self._reports[settings.node]
-        slots = self._slots(settings.node, answer) or settings.slots
-        bind = self._address(settings.node) or settings.bind
+        slots = self._slots(settings.node, self._reports[settings.node]) or settings.slots
         # Each actor runs one agent. The one that has reported is new; after a loss, another one is needed.
         actor = self._actors.pop(settings.node, None) or self._actor(settings.node)
-        return RayAgent(actor, replace(settings, bind=bind, slots=slots, environment=forwarded(), parent=None))
+        own = replace(settings, bind=self._run.cluster.bind, slots=slots, environment=forwarded(), parent=None)
+        agent = RayAgent(actor, own)
+        if not self._agents:
+            threading.Thread(target=self._watch_drains, name="ray drains", daemon=True).start()
+        self._agents[settings.node] = agent
+        return agent
+
+    def _watch_drains(self) -> None:
+        """Tell agents whose node Ray drains, because it is preempted, scaled down or maintained."""
+        while not self._closed.wait(_DRAIN_POLL):
+            draining = _draining()
+            for agent in list(self._agents.values()):
+                if agent.ray_node in draining:
+                    agent.leave(draining[agent.ray_node])
 
     def _actor(self, node: int) -> Any:
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         path = python_path()
+        self._starts[node] += 1
+        again = "" if self._starts[node] == 1 else f", start {self._starts[node]}"
         return (
             ray.remote(AgentHost)
             .options(
-                name=f"{self._name}-node-{node}-{os.urandom(2).hex()}",
+                name=f"{self._name} node {node}{again}",
+                namespace=self._namespace,
                 num_cpus=0,
+                num_gpus=self._bundles[node].get("GPU", 0),
                 max_restarts=0,
                 max_concurrency=4,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(self._placement(), placement_group_bundle_index=node),
@@ -167,10 +207,6 @@ class Ray(HostGroup):
             )
             .remote()
         )
-
-    @property
-    def _name(self) -> str:
-        return f"phalanx-{os.getpid()}"
 
     def _placement(self) -> Any:
         """The placement group, one bundle per node."""
@@ -205,14 +241,55 @@ class Ray(HostGroup):
             ) from None
 
 
-def _bundles(run: Run, nodes: list[dict[str, Any]]) -> list[dict[str, float]]:
-    """What each node must offer: all its GPUs, or a CPU."""
+def connect(address: str) -> None:
+    """Connect this process to a Ray cluster, unless it is connected to one already."""
+    try:
+        import ray
+    except ImportError:
+        raise RunError("cluster.launcher = \"ray\" needs the package ray: pip install 'phalanx[ray]'.") from None
+    if not ray.is_initialized():
+        try:
+            ray.init(address=address, log_to_driver=False, logging_level="ERROR")
+        except ConnectionError as error:
+            raise RunError(
+                f'cluster.ray_address = "{address}": no Ray cluster answers there ({error}): start one with `ray start --head`, or name '
+                "its address."
+            ) from None
+
+
+def bundles(run: Run, nodes: list[dict[str, Any]]) -> list[dict[str, float]]:
+    """What Ray reserves on each node: the GPUs, or cores, of its ranks. Whole tensor groups are on one node.
+
+    Without a layout in the run file the run takes whole nodes, and all of them unless cluster.nodes says how many.
+    """
     usable = [node["Resources"] for node in nodes if node["Alive"] and node["Resources"].get("CPU", 0) >= 1]
-    gpus = [] if run.cluster.device == "cpu" else [resources["GPU"] for resources in usable if resources.get("GPU", 0) >= 1]
-    count = run.cluster.nodes if run.cluster.nodes > 1 else len(gpus) or len(usable)
-    if not count:
-        raise RunError("The Ray cluster has no node with a free CPU: look at `ray status`.")
-    return [{"CPU": 1.0, **({"GPU": min(gpus)} if gpus else {})}] * count
+    with_gpus = [] if run.cluster.device == "cpu" else [resources for resources in usable if resources.get("GPU", 0) >= 1]
+    if not usable:
+        raise RunError("The Ray cluster has no node with a CPU: look at `ray status`.")
+    kind = "GPU" if with_gpus else "CPU"
+    most = int(min(resources[kind] for resources in with_gpus or usable))
+    spares, layout, count = run.resilience.spares, run.layout, run.cluster.nodes if run.cluster.nodes > 1 else None
+    if layout.data is None:
+        count, here = count or len(with_gpus or usable), most
+    else:
+        each = 1 if with_gpus else run.cluster.threads or 1  # cores of a rank
+        count = count or spares + -(-layout.ranks // max(1, most // each // layout.tensor * layout.tensor))
+        groups = -(-layout.ranks // layout.tensor)
+        here = min(most, -(-groups // max(1, count - spares)) * layout.tensor * each)
+    cores = min(int(min(resources["CPU"] for resources in with_gpus)), here) if with_gpus else here
+    return [{"CPU": float(cores), **({"GPU": float(here)} if with_gpus else {})}] * count
+
+
+def _draining() -> dict[str, float | None]:
+    """Nodes that Ray drains, by their ids, and when each is gone, in seconds since 1970. Ray has no public function for it: Ray Train and
+    Ray Serve call this one."""
+    import ray
+
+    try:
+        found = ray._private.state.state.get_draining_nodes()
+    except (AttributeError, ray.exceptions.RayError):
+        return {}
+    return {node: milliseconds / 1000 if milliseconds else None for node, milliseconds in found.items()}
 
 
 LAUNCHER = Ray

@@ -4,10 +4,11 @@ rest. Slurm decides when the run starts and stops; the agents' own heartbeats de
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 import shutil
 import sys
-from dataclasses import dataclass
+import time
 
 from phalanx.control.protocol import RESUMABLE
 from phalanx.events.rundir import RunDir, replace_file
@@ -19,6 +20,7 @@ from phalanx.spec.run import Run
 
 _SECONDS = 60.0  # in which Slurm answers: its controller may be busy
 _MARGIN = 30  # seconds between the end of a save and the end of the job; Slurm looks at limits that seldom
+_GONE = 300.0  # seconds without an answer of Slurm after which nobody follows the job any more
 _PATIENCE = 20  # seconds that the hosts have to clean up after the run is over
 _OURS = (
     "--nodes",
@@ -75,22 +77,40 @@ exit $code
 """
 
 
-@dataclass(frozen=True, slots=True)
 class SlurmJob:
     """A submitted job."""
 
-    number: str
+    def __init__(self, number: str, patience: float = _GONE):
+        """`patience`: seconds that Slurm may be out of reach."""
+        self.number, self._patience, self._answered = number, patience, time.monotonic()
 
     def ended(self) -> str | None:
-        """How the job has ended, in Slurm's words; None while it waits or runs."""
-        state = _ask("scontrol", "-o", "show", "job", self.number)
-        words = dict(word.split("=", 1) for word in (state or "").split() if "=" in word)
-        found = words.get("JobState")
-        return None if state is None or found in _RUNNING else found
+        """How the job has ended, in Slurm's words; None while it waits or runs. RunError if Slurm is gone, or does not know the job any
+        more."""
+        try:
+            done = run_program(["scontrol", "-o", "show", "job", self.number], _SECONDS)
+            answer, why = (done.stdout if done.returncode == 0 else None), done.stderr.strip()
+        except OSError as error:
+            answer, why = None, str(error)
+        if answer is not None:
+            self._answered = time.monotonic()
+            state = fields(answer).get("JobState")
+            return None if state in _RUNNING else state
+        silent = time.monotonic() - self._answered
+        if "Invalid job id" in why:  # Slurm forgets jobs that have ended (MinJobAge)
+            raise RunError(
+                f"Slurm does not know job {self.number} any more: it has ended. `phalanx status` shows how far the run is."
+            )
+        if silent > self._patience:
+            raise RunError(
+                f"Slurm has not answered for {silent:.0f} s ({why or 'no reason given'}), so job {self.number} is not followed any longer: it "
+                f"may go on. `phalanx status` shows how far the run is, `squeue -j {self.number}` whether Slurm is back."
+            )
+        return None
 
     def cancel(self) -> None:
         """The run saves and ends, and can be resumed."""
-        _ask("scancel", self.number)
+        _tell("scancel", self.number)
 
 
 def exit_code(state: str) -> int:
@@ -154,13 +174,15 @@ def end_job(launch: str, *, resumable: bool) -> None:
     """End the job of a run that is over, if it is a Slurm job: it has lost the host of its batch script, and would stay until its limit."""
     engine, _, number = launch.partition("-")
     if engine == "slurm":
-        _ask(*(("scontrol", "requeue") if resumable else ("scancel",)), number.partition("-")[0])
+        _tell(*(("scontrol", "requeue") if resumable else ("scancel",)), number.partition("-")[0])
 
 
-def _ask(*command: str) -> str | None:
-    """What Slurm answers; None if it does not answer now."""
-    try:
-        done = run_program(command, _SECONDS)
-    except OSError:
-        return None
-    return done.stdout if done.returncode == 0 else None
+def fields(line: str) -> dict[str, str]:
+    """The fields of a line that `scontrol -o show` prints."""
+    return dict(word.split("=", 1) for word in line.split() if "=" in word)
+
+
+def _tell(*command: str) -> None:
+    """Tell Slurm something; it may not be there to hear it."""
+    with contextlib.suppress(OSError):
+        run_program(command, _SECONDS)

@@ -34,12 +34,12 @@ _RESTART = 5.0  # seconds between two attempts to start the agent of a lost host
 class Ssh(HostGroup):
     """Hosts of a file."""
 
-    def __init__(self, run: Run):
+    def __init__(self, run: Run, name: str = ""):
         if run.cluster.hosts is None:
             raise RunError(
                 'cluster.launcher = "ssh" needs hosts: set cluster.hosts, or --hosts, to a file with one host per line.'
             )
-        self._hosts = read_hosts(Path(run.cluster.hosts))
+        self._hosts = sorted(read_hosts(Path(run.cluster.hosts)), key=lambda host: host.switch)
         super().__init__(run, [host.name for host in self._hosts])
         given = run.resilience.node_return
         self.restart_after = _RESTART if given is None else given
@@ -48,7 +48,7 @@ class Ssh(HostGroup):
         host, report = self._hosts[settings.node], self._reports[settings.node]
         bind = self._address(settings.node) or host.name
         slots = self._slots(settings.node, report) or settings.slots
-        own = replace(settings, bind=bind, slots=slots, environment=forwarded(), parent=None)
+        own = replace(settings, bind=bind, slots=slots, topology=host.switch, environment=forwarded(), parent=None)
         return AgentProcess(own, log, wrap=self._remote(host))
 
     def _address(self, node: int) -> str | None:

@@ -48,7 +48,14 @@ class NodeJoined:
     node: int
 
 
-Event: TypeAlias = Failure | NodeJoined
+@dataclass(frozen=True, slots=True)
+class NodeLeaving:
+    """A node goes away soon: its ranks still work and have their state, but it is not among `Situation.nodes` any more."""
+
+    node: int
+
+
+Event: TypeAlias = Failure | NodeJoined | NodeLeaving
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,7 +69,7 @@ class Situation:
     assignment: tuple[int, ...]
     """Node of each of its ranks."""
     nodes: Mapping[int, int]
-    """Slots of every living node, including spare and returned ones: the ranks that it can run, with those that it runs now."""
+    """Slots of every living node that stays, including spare and returned ones: the ranks that it can run, with those that it runs now."""
     history: tuple[Failure, ...] = ()
     """Earlier failures of this launch."""
     dead: tuple[int, ...] = ()

@@ -16,7 +16,18 @@ from hosts import available as hosts_available
 from slurm_cluster import Slurm, available
 
 from phalanx.events.log import EventReader, read_events
-from phalanx.events.records import Event, FailureNoticed, Finished, Recovered, RunStarted, Step, Stopped
+from phalanx.events.records import (
+    Event,
+    FailureNoticed,
+    Finished,
+    Recovered,
+    RunStarted,
+    Step,
+    Stopped,
+    WorkerStarted,
+)
+from phalanx.launch.slurm import SlurmJob
+from phalanx.spec.errors import RunError
 
 pytestmark = [
     pytest.mark.clusters,
@@ -55,13 +66,23 @@ def slurm(tmp_path: Path) -> Iterator[Slurm]:
 
 
 class Job:
-    """`phalanx train --on slurm`, followed."""
+    """`phalanx train --on slurm`, followed; a run on one node does without Slurm."""
 
-    def __init__(self, slurm: Slurm, folder: Path, *, steps: int, nodes: int = 4, spares: int = 0, on: str | None = "slurm"):
+    def __init__(
+        self,
+        slurm: Slurm,
+        folder: Path,
+        *,
+        steps: int,
+        nodes: int = 4,
+        spares: int = 0,
+        settings: tuple[str, ...] = (),
+    ):
         self.slurm, self.path = slurm, folder
         folder.mkdir()
         (folder / "run.toml").write_text(RUN.format(steps=steps, nodes=nodes, spares=spares))
-        command = [sys.executable, "-m", "phalanx", "train", "run.toml", "--run-dir", "run", *(["--on", on] if on else [])]
+        command = [sys.executable, "-m", "phalanx", "train", "run.toml", *settings, "--run-dir", "run"]
+        command += ["--on", "slurm"] if nodes > 1 else []
         self.process = subprocess.Popen(
             command, cwd=folder, env=slurm.env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
@@ -88,8 +109,8 @@ class Job:
         logs = {path.name: path.read_text()[-2000:] for path in (self.path / "run/logs").glob("*.log")}
         return f"{output}\n{logs}"
 
-    def end(self) -> tuple[int, list[Event], str]:
-        output, _ = self.process.communicate(timeout=300)
+    def end(self, seconds: float = 300.0) -> tuple[int, list[Event], str]:
+        output, _ = self.process.communicate(timeout=seconds)
         return self.process.returncode, read_events(self.path / "run/events.jsonl"), output
 
 
@@ -114,7 +135,7 @@ def test_dry_run_prints_the_script(tmp_path: Path) -> None:
 
 
 def test_job_at_its_limit_is_saved_and_requeued(tmp_path: Path, slurm: Slurm) -> None:
-    code, undisturbed, output = Job(slurm, tmp_path / "alone", steps=150, nodes=1, on=None).end()
+    code, undisturbed, output = Job(slurm, tmp_path / "alone", steps=150, nodes=1).end()
     assert code == 0, output
     job = Job(slurm, tmp_path / "limit", steps=150)
     job.reach(30)
@@ -141,7 +162,7 @@ def test_cancelled_job_is_saved_and_stays_cancelled(tmp_path: Path, slurm: Slurm
 
 @pytest.mark.parametrize("lost", [2, 0], ids=["a node", "the batch host"])
 def test_job_continues_without_a_lost_node(tmp_path: Path, slurm: Slurm, lost: int) -> None:
-    code, undisturbed, output = Job(slurm, tmp_path / "alone", steps=150, nodes=1, on=None).end()
+    code, undisturbed, output = Job(slurm, tmp_path / "alone", steps=150, nodes=1).end()
     assert code == 0, output
     job = Job(slurm, tmp_path / "job", steps=150, spares=0)
     job.reach(20)
@@ -154,3 +175,65 @@ def test_job_continues_without_a_lost_node(tmp_path: Path, slurm: Slurm, lost: i
     assert recovered.steps_lost <= 1
     ours, others = losses(events), losses(undisturbed)
     assert ours.keys() == others.keys() and max(abs(ours[step][0] - others[step][0]) for step in ours) <= 1e-4
+
+
+def test_time_limit_of_slurm_itself(tmp_path: Path, slurm: Slurm) -> None:
+    """Slurm sends USR1 before the limit of two minutes, and the job comes back by itself."""
+    slow = ("train.batch=48", "train.steps=700")
+    code, undisturbed, output = Job(slurm, tmp_path / "alone", steps=700, nodes=1, settings=slow).end()
+    assert code == 0, output
+    limit = 'cluster.slurm=["--time=2"]'
+    job = Job(slurm, tmp_path / "limit", steps=700, settings=(*slow, "resilience.preemption_notice=60", limit))
+    job.reach(1)
+    code, events, output = job.end(500)
+    assert code == 0 and re.search(r"job \d+: COMPLETED", output), output
+    restarts = int(slurm.job(job.number)["Restarts"])
+    stops = [event for event in events if isinstance(event, Stopped)]
+    print(f"{restarts} restarts, stopped at steps {[event.step for event in stops]}")
+    assert restarts >= 1 and [event.reason for event in stops] == ["SIGUSR1"] * restarts
+    assert losses(events) == losses(undisturbed)
+
+
+def test_spare_host_steps_in(tmp_path: Path, slurm: Slurm) -> None:
+    code, undisturbed, output = Job(slurm, tmp_path / "alone", steps=150, nodes=1, settings=("layout.data=2",)).end()
+    assert code == 0, output
+    job = Job(slurm, tmp_path / "job", steps=150, nodes=3, spares=1, settings=("layout.data=2",))
+    job.reach(20)
+    ranks = {
+        event.rank: event.host for event in read_events(tmp_path / "job/run/events.jsonl") if isinstance(event, WorkerStarted)
+    }
+    slurm.hosts.kill_all(int(ranks[1].removeprefix("h")))
+    _, events, output = job.end()
+    assert isinstance(events[-1], Finished), output
+    (recovered,) = (event for event in events if isinstance(event, Recovered))
+    print(f"{recovered.action} in {recovered.seconds:.1f} s")
+    assert recovered.action == "spare" and recovered.steps_lost <= 1
+    assert losses(events) == losses(undisturbed)
+
+
+def test_neighboring_ranks_are_on_one_switch(tmp_path: Path, slurm: Slurm) -> None:
+    code, events, output = Job(slurm, tmp_path / "job", steps=5).end()
+    assert code == 0, output
+    hosts = {event.rank: int(event.host.removeprefix("h")) for event in events if isinstance(event, WorkerStarted)}
+    assert [hosts[rank] % 2 for rank in range(4)] in ([0, 0, 1, 1], [1, 1, 0, 0])
+
+
+def test_plan_for_the_nodes_of_slurm(tmp_path: Path, slurm: Slurm) -> None:
+    (tmp_path / "run.toml").write_text(RUN.format(steps=5, nodes=4, spares=0))
+    command = [sys.executable, "-m", "phalanx", "plan", "run.toml", "--on", "slurm"]
+    done = subprocess.run(command, cwd=tmp_path, env=slurm.env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "Slurm has 4 usable nodes with 2 cores and 1.0 GiB each; planned for 4." in done.stdout
+    slurm.run("scontrol", "update", "NodeName=n3", "State=DRAIN", "Reason=test")
+    done = subprocess.run(command, cwd=tmp_path, env=slurm.env, capture_output=True, text=True)
+    assert done.returncode == 2 and "cluster.nodes = 4, but Slurm has 3 usable nodes" in done.stderr
+
+
+def test_follower_ends_when_slurm_is_gone(tmp_path: Path, slurm: Slurm, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_CONF", slurm.env["SLURM_CONF"])
+    with pytest.raises(RunError, match="Slurm does not know job 77 any more"):
+        SlurmJob("77").ended()
+    slurm.kill("slurmctld")
+    assert SlurmJob("77").ended() is None, "it may come back"
+    with pytest.raises(RunError, match="Slurm has not answered for"):
+        SlurmJob("77", patience=0.0).ended()

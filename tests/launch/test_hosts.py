@@ -31,7 +31,7 @@ def test_hosts_with_and_without_settings(tmp_path: Path) -> None:
         ("# nothing\n", "lists no host"),
         (
             "a\nb slot=2",
-            'hosts.txt:2: "slot=2" is not a setting of a host: known are bind, slots, port, user, python, as in slots=4, did you mean slots?',
+            'hosts.txt:2: "slot=2" is not a setting of a host: known are bind, slots, switch, port, user, python, as in slots=4, did you mean slots?',
         ),
         ("a slots=0", "slots=0 is not a positive whole number"),
         ("a port=ssh", "port=ssh is not a positive whole number"),

@@ -99,10 +99,20 @@ class GpuEntry:
 
 
 def find_gpu(name: str) -> GpuEntry | None:
-    """The entry of a GPU that nvidia-smi calls `name`, or None."""
+    """The entry of a GPU that nvidia-smi, or the catalogue itself, calls `name`; or None."""
     if " MIG " in name:
         return None  # a slice of a GPU has a fraction of its peak, and the name does not tell which
-    return next((entry for entry in gpus() if re.search(entry.match, name)), None)
+    return next((entry for entry in gpus() if name == entry.name or re.search(entry.match, name)), None)
+
+
+def gpus_of_type(text: str) -> list[GpuEntry]:
+    """Entries that a scheduler may mean by a GPU type such as "h100", "A100-80G" or "nvidia_a100-sxm4-80gb", the likeliest first."""
+    name = text.replace("_", " ")
+    if exact := [entry for entry in gpus() if re.search(entry.match, name, re.IGNORECASE)]:
+        return exact[:1]
+    first, *others = re.split("[^a-z0-9]+", text.lower().removeprefix("nvidia").lstrip("_- "))
+    found = [entry for entry in gpus() if entry.key.split("-")[0] == first and all(word in entry.key for word in others)]
+    return sorted(found, key=lambda entry: ("sxm" not in entry.key, -entry.memory))
 
 
 @cache

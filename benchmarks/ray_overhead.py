@@ -1,0 +1,92 @@
+"""What Ray costs: step time and start of the Ray launcher, next to the local launcher on the same machine beside the same idle Ray cluster.
+
+    python benchmarks/ray_overhead.py [--pairs 5] [--steps 200] [--ranks 2] [--raylets 4]
+
+Starts a Ray cluster in namespaces of its own (needs root: Ray's tools end every Ray process that they see). Runs take turns, one local and one
+under Ray, in changing order. A step counts from the 20th on. Ends with the median of the pairs' ratios; without one if pairs differ too much.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+
+from common import RUN, machine_load, train_command
+
+ALONE = "PHALANX_BENCHMARK_ALONE"
+OWN = 'ip link set lo up; mount -t tmpfs tmpfs /dev/shm; mkdir -p /tmp/ray; mount -t tmpfs tmpfs /tmp/ray; exec "$@"'
+WARM_UP = 20
+SPREAD = 0.05  # difference of the quartiles of the ratios up to which their median is a figure
+OBJECT_STORE = {"object_store_memory": 100 << 20}
+
+
+def train(folder: Path, name: str, settings: list[str], address: str | None) -> tuple[float, float]:
+    """Median seconds of a step, and seconds from the command to the end of the first."""
+    on = ["--on", "ray"] if address is not None else []
+    environment = os.environ | ({} if address is None else {"RAY_ADDRESS": address})
+    begin = time.time()
+    done = subprocess.run(
+        [*train_command(folder / "run.toml", folder / name, settings), *on], env=environment, capture_output=True, text=True
+    )
+    if done.returncode:
+        raise SystemExit(f"{name} ended with exit code {done.returncode}:\n{done.stderr[-3000:]}")
+    records = [json.loads(line) for line in (folder / name / "events.jsonl").read_text().splitlines()]
+    steps = [record for record in records if record["event"] == "step"]
+    return median(step["seconds"] for step in steps[WARM_UP:]), steps[0]["time"] - begin
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--raylets", type=int, default=4)
+    args = parser.parse_args()
+    if ALONE not in os.environ:
+        if os.geteuid():
+            raise SystemExit("No figure: network namespaces need root.")
+        prefix = ["unshare", "--net", "--pid", "--fork", "--mount", "--mount-proc", "--kill-child", "sh", "-c", OWN, "sh"]
+        raise SystemExit(subprocess.run([*prefix, sys.executable, *sys.argv], env=os.environ | {ALONE: "1"}).returncode)
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False, **OBJECT_STORE})
+    for _ in range(args.raylets):
+        cluster.add_node(num_cpus=args.ranks, wait=False, **OBJECT_STORE)
+    cluster.wait_for_nodes(120)
+    ratios, starts = [], []
+    settings = [f"train.steps={args.steps}", f"layout.data={args.ranks}", "cluster.threads=1", 'cluster.device="cpu"']
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "run.toml").write_text(RUN.format(batch=8 * args.ranks, optimizer="", layout=""))
+        for pair in range(args.pairs + 1):
+            jobs = {"local": None, "ray": cluster.address}
+            order = list(jobs) if pair % 2 else list(jobs)[::-1]
+            found = {job: train(folder, f"{job}-{pair}", settings, jobs[job]) for job in order}
+            if pair == 0:
+                continue  # Ray starts workers of its own, and files are read for the first time
+            (local, local_start), (ray, ray_start) = found["local"], found["ray"]
+            ratios.append(ray / local)
+            starts.append(ray_start - local_start)
+            print(
+                f"step: local {local * 1e3:.1f} ms, Ray {ray * 1e3:.1f} ms; first step: local {local_start:.1f} s, Ray {ray_start:.1f} s"
+            )
+    cluster.shutdown()
+    ordered = sorted(ratios)
+    spread = ordered[-1 - len(ordered) // 4] - ordered[len(ordered) // 4]
+    start = f"start {median(starts):+.1f} s"
+    if spread > SPREAD:
+        raise SystemExit(f"No figure for a step: the ratios differ by {spread:.1%} ({machine_load()}); {start}.")
+    print(
+        f"a step under Ray: {median(ratios) - 1:+.1%} of {len(ratios)} pairs (quartiles {spread:.1%} apart); {start} ({machine_load()})"
+    )
+
+
+if __name__ == "__main__":
+    main()
