@@ -27,7 +27,7 @@ from typing import Any
 from phalanx.control import protocol
 from phalanx.control.channel import MAX_UNAUTHENTICATED, Channel, Listener
 from phalanx.control.controller import Controller
-from phalanx.control.election import LeaderClient, NodeServices
+from phalanx.control.election import LeaderClient, NodeServices, beat_seconds
 from phalanx.control.recover import Replanner
 from phalanx.events.heartbeat import Beat
 from phalanx.events.log import EventReader
@@ -160,7 +160,7 @@ class LightAgent(NodeServices):
             age = (time.monotonic() - self._began) % _STEP_SECONDS
             beat = Beat(self._step, "computing", age, _STEP_SECONDS, 0.5, self._step, self._generation)
             self.report(protocol.Beats(beats={str(rank): beat for rank in self._ranks}))
-            await asyncio.sleep(protocol.beat_seconds(self.nodes, self.run.resilience.heartbeat))
+            await asyncio.sleep(beat_seconds(self.nodes, self.run.resilience.heartbeat))
 
     def drop_link(self, node: int) -> None: ...
 

@@ -22,7 +22,7 @@ from typing import Any
 from phalanx.control import protocol, store_server
 from phalanx.control.channel import MAX_UNAUTHENTICATED, Channel, Listener
 from phalanx.control.controller import Controller
-from phalanx.control.election import LeaderClient, NodeServices, tell_launcher
+from phalanx.control.election import LeaderClient, NodeServices, beat_seconds, tell_launcher
 from phalanx.control.launcher_registry import LauncherRegistry
 from phalanx.control.node_check import NodeCheck
 from phalanx.control.node_faults import NodeFaults
@@ -183,7 +183,7 @@ class Agent(NodeServices):
 
     async def _send_beats(self) -> None:
         """Report the heartbeats of the ranks, which are also the heartbeat of the node."""
-        seconds = protocol.beat_seconds(self.nodes, self.run.resilience.heartbeat)
+        seconds = beat_seconds(self.nodes, self.run.resilience.heartbeat)
         while True:
             beats = self._beats()
             self.report(protocol.Beats(beats=beats))

@@ -15,7 +15,7 @@ from dataclasses import replace
 from phalanx.control import protocol
 from phalanx.control.channel import Channel
 from phalanx.control.controller_state import Control, Generation, Member, RecoveryRecord
-from phalanx.control.election import NodeServices
+from phalanx.control.election import NodeServices, beat_seconds
 from phalanx.control.preflight import Preflight
 from phalanx.control.recover import Recovery, Replanner
 from phalanx.control.watchdog import Watchdog, worker_failure
@@ -176,7 +176,7 @@ class Controller(Control):
             self.lose_node(node, "its link is down", silent=True)
 
     async def _send_heartbeats(self) -> None:
-        seconds = max(_HEARTBEAT, protocol.beat_seconds(self.agent.nodes, self.settings.heartbeat))
+        seconds = max(_HEARTBEAT, beat_seconds(self.agent.nodes, self.settings.heartbeat))
         while True:
             # The file first: an agent that receives the heartbeat later checks for a newer sign of life in the file.
             self.agent.registry.touch(self.agent.node)

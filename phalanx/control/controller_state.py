@@ -14,7 +14,7 @@ from itertools import groupby
 from phalanx.checkpointing.replicas import replica_index, shm_slots
 from phalanx.control import protocol
 from phalanx.control.channel import Channel
-from phalanx.control.election import NodeServices
+from phalanx.control.election import NodeServices, beat_seconds
 from phalanx.control.processes import BYTES_PER_PARAMETER
 from phalanx.control.store_server import KeyValueStore
 from phalanx.events.frames import Address, to_body
@@ -375,7 +375,7 @@ class Control:
 
         def heard() -> bool:
             last = min((member.last_heard for member in state.members.values() if member.channel is not None), default=math.inf)
-            return time.monotonic() - last < _QUIET * protocol.beat_seconds(self.agent.nodes, self.settings.heartbeat)
+            return time.monotonic() - last < _QUIET * beat_seconds(self.agent.nodes, self.settings.heartbeat)
 
         await self.until(heard, self.settings.heartbeat)  # others that are silent, too, are lost a moment later
         return len(state.unreachable) > len(state.members)

@@ -27,12 +27,19 @@ from phalanx.events.rundir import RunDir, replace_file
 from phalanx.spec.load import load
 from phalanx.spec.plan import Plan
 
+_BEAT = 0.2  # seconds between two heartbeats of a node, if there are few
+_BEATS_PER_SECOND = 4000  # of all nodes, that a controller can easily receive
 _RETRY = 0.2  # seconds until an unreachable controller is tried again
 _CONNECT_TIMEOUT = 1.0  # seconds
 _TURN = 0.3  # seconds by which each node lets the one before it claim the next term first
 _CLAIM_POLL = 0.1  # seconds between two looks whether another node has claimed
 _FIRST_TERM = 20.0  # seconds that all nodes wait for node 0 to claim the first term: it may still be loading
 _MAX_RECORDS = 10_000  # that wait for a controller; then the oldest are dropped
+
+
+def beat_seconds(nodes: int, heartbeat: float) -> float:
+    """Seconds between two heartbeats of each node, and of the controller. `heartbeat`: after which a silent node counts as lost."""
+    return max(_BEAT, min(nodes / _BEATS_PER_SECOND, heartbeat / 5))
 
 
 def tell_launcher(message: protocol.Message) -> None:

@@ -20,15 +20,6 @@ from phalanx.spec.plan import Place, Plan, Promise
 
 RESUMABLE = 75  # exit code of a run that was asked to stop, has saved and can be resumed (EX_TEMPFAIL)
 
-_BEAT = 0.2  # seconds between two heartbeats of a node, if there are few
-_BEATS_PER_SECOND = 4000  # of all nodes, that a controller can easily receive
-
-
-def beat_seconds(nodes: int, heartbeat: float) -> float:
-    """Seconds between two heartbeats of each node, and of the controller. `heartbeat`: after which a silent node counts as lost."""
-    return max(_BEAT, min(nodes / _BEATS_PER_SECOND, heartbeat / 5))
-
-
 # What the error of a rank says when another rank, or the generation, went away.
 _SECONDARY_ERRORS = (
     "Connection closed by peer",
