@@ -33,6 +33,8 @@ class NodePlace:
     """Identifies this start of the job: the same on all its hosts, another one after a restart."""
     peer: str | None = None
     """An address of another host of the job, by which the own one is found."""
+    shared: bool = True
+    """All hosts see the run directory."""
 
 
 def engine_place() -> NodePlace | None:
@@ -45,6 +47,13 @@ def engine_place() -> NodePlace | None:
             launch=f"slurm-{get('SLURM_JOB_ID')}-{get('SLURM_RESTART_COUNT', '0')}",
             peer=get("SLURM_LAUNCH_NODE_IPADDR"),
         )
+    if "PHALANX_LAUNCH" in os.environ:  # set in the pods of `launch/kube_manifest`
+        return NodePlace(
+            node=int(os.environ["JOB_COMPLETION_INDEX"]),
+            nodes=int(os.environ["PHALANX_NODES"]),
+            launch=f"kubernetes-{get('PHALANX_LAUNCH')}",
+            shared=get("PHALANX_SHARED") == "1",
+        )
     if "TORCHELASTIC_RUN_ID" in os.environ:
         return NodePlace(
             node=int(os.environ["GROUP_RANK"]),
@@ -53,6 +62,23 @@ def engine_place() -> NodePlace | None:
             peer=get("MASTER_ADDR"),
         )
     return None
+
+
+def pod_name() -> str:
+    """The name of the Kubernetes pod that this process runs in."""
+    return os.environ["POD_NAME"]
+
+
+def kubernetes_service() -> tuple[str, int] | None:
+    """Host and port of the Kubernetes API server as pods see it; None outside of a cluster."""
+    host = os.environ.get("KUBERNETES_SERVICE_HOST")
+    return None if host is None else (host, int(os.environ.get("KUBERNETES_SERVICE_PORT", "443")))
+
+
+def kubeconfig() -> Path:
+    """The user's kubeconfig: the first existing file of KUBECONFIG, or the one in the home folder."""
+    given = [Path(name) for name in os.environ.get("KUBECONFIG", "").split(os.pathsep) if name]
+    return next((path for path in given if path.exists()), given[0] if given else Path.home() / ".kube" / "config")
 
 
 def visible_gpus() -> str | None:

@@ -77,9 +77,18 @@ exit $code
 
 @dataclass(frozen=True, slots=True)
 class SlurmJob:
-    """A submitted job."""
+    """A submitted job. Implements `launch/launcher.SubmittedJob`."""
 
     number: str
+    rundir: RunDir
+
+    @property
+    def title(self) -> str:
+        return f"job {self.number}"
+
+    @property
+    def remarks(self) -> str:
+        return f"To stop it, `scancel {self.number}`; to see it, `tail -f {self.rundir.logs}/*.log`."
 
     def ended(self) -> str | None:
         """How the job has ended, in Slurm's words; None while it waits or runs."""
@@ -88,14 +97,13 @@ class SlurmJob:
         found = words.get("JobState")
         return None if state is None or found in _RUNNING else found
 
-    def cancel(self) -> None:
-        """The run saves and ends, and can be resumed."""
-        _ask("scancel", self.number)
+    def news(self) -> list[str]:
+        return []
 
+    def exit_code(self, state: str) -> int:
+        return _ENDED.get(state, 1)
 
-def exit_code(state: str) -> int:
-    """The exit code of a command that has followed a job to its end."""
-    return _ENDED.get(state, 1)
+    def close(self) -> None: ...
 
 
 def script(run: Run, rundir: RunDir) -> str:
@@ -147,7 +155,7 @@ def submit(run: Run, rundir: RunDir) -> SlurmJob:
     done = run_program(["sbatch", "--parsable", str(file)], _SECONDS)
     if done.returncode:
         raise RunError(f"sbatch refuses {file}: {done.stderr.strip() or done.stdout.strip()}; cluster.slurm sets its options.")
-    return SlurmJob(done.stdout.strip().partition(";")[0])
+    return SlurmJob(done.stdout.strip().partition(";")[0], rundir)
 
 
 def end_job(launch: str, *, resumable: bool) -> None:

@@ -74,7 +74,7 @@ def draw_run(draw: random.Random) -> Run:
         settings["model.preset"] = draw.choice(sorted(set(PRESETS)))
         settings["train.sequence_length"] = 64
     run = loads("", overrides=[f"{path}={toml(value)}" for path, value in settings.items()])
-    for key in draw.sample([key for key in KEYS.values() if "later" not in key.metadata and key.path != "model.preset"], 16):
+    for key in draw.sample([key for key in KEYS.values() if "later" not in key.metadata and key.path != "model.preset"], 18):
         candidate = put(run, key.path.replace("*", draw.choice(["wiki", "code-2"])).split("."), draw_value(draw, key))
         run = candidate if not check(candidate) else run
     if run.model.preset is None and draw.random() < 0.3:
@@ -86,7 +86,7 @@ def draw_run(draw: random.Random) -> Run:
 
 def test_many_runs_read_back() -> None:
     draw = random.Random(4)
-    runs = [draw_run(draw) for _ in range(80)]
+    runs = [draw_run(draw) for _ in range(150)]
     assert len(set(runs)) == len(runs)
     drawn = [
         sum(bool(getattr(run.model, name)) for run in runs)
