@@ -87,9 +87,9 @@ class KubernetesJob:
             ) from None
 
     def close(self) -> None:
-        """Read the last lines of the pods."""
+        """If the job has ended, read the last lines of its pods."""
         if self.follower is not None:
-            self.follower.close()
+            self.follower.close(0.0 if self.ended() is None else _LAST_LINES)
 
     @property
     def _path(self) -> str:
@@ -296,8 +296,9 @@ class PodFollower:
             while True:
                 yield self._news.get_nowait()
 
-    def close(self) -> None:
-        deadline = time.monotonic() + _LAST_LINES
+    def close(self, patience: float) -> None:
+        """End, after at most this many seconds for what the pods have printed."""
+        deadline = time.monotonic() + patience
         for pod in list(self._pods.values()):
             if pod.thread is not None:
                 pod.thread.join(max(0.0, deadline - time.monotonic()))
@@ -355,6 +356,8 @@ class PodFollower:
         last = pod.since
         try:
             for stamp, text in self._api.log(name, container=CONTAINER, since=last, follow=follow):
+                if self._closed:
+                    return False
                 if last is None or stamp > last:  # the API counts whole seconds
                     self._write(pod, stamp, text)
                     pod.since = stamp
