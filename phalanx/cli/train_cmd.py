@@ -79,10 +79,8 @@ def train(
     if place is not None:
         raise typer.Exit(_train_under_torchrun(place, run_file, overrides or [], request, json))
     run = load(run_file, [*(overrides or []), *_launcher_settings(on, hosts)])
-    if run.cluster.launcher == "slurm":
-        raise typer.Exit(_train_on_slurm(run, run_file.stem, request, dry_run=dry_run, json=json))
-    if run.cluster.launcher == "kubernetes":
-        raise typer.Exit(_train_on_kubernetes(run, run_file.stem, request, dry_run=dry_run, json=json))
+    if (train_job := {"slurm": _train_on_slurm, "kubernetes": _train_on_kubernetes}.get(run.cluster.launcher)) is not None:
+        raise typer.Exit(train_job(run, run_file.stem, request, dry_run=dry_run, json=json))
     faults = parse(chaos)  # reports errors before anything starts
     with tokenizing(console) as progress:
         prepared = prepare(run, run_file.stem, request, progress=progress)

@@ -24,7 +24,8 @@ from phalanx.events.log import RecordWriter
 from phalanx.events.run_logs import note_size
 from phalanx.events.rundir import RunDir, replace_file
 from phalanx.launch.kube_api import ApiError, KubeApi, Object, connect, import_yaml
-from phalanx.launch.kube_manifest import CONTAINER, RUN_LABEL, Resource, problems, resources
+from phalanx.launch.kube_manifest import CONTAINER, RUN_LABEL, problems, resources
+from phalanx.launch.kube_objects import Resource
 from phalanx.spec.dump import dump
 from phalanx.spec.errors import RunError, refuse
 from phalanx.spec.run import Kubernetes, Run
