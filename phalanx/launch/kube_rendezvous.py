@@ -156,6 +156,8 @@ class _Registry:
         self._requests: SimpleQueue[protocol.Message | None] = SimpleQueue()
         self._info: protocol.NodeInfo | None = None
         self._announced, self._touched, self._closed = True, False, False
+        self._missed = False
+        """The last renewal has failed. The agent may have stepped down for it, and then shows no signs of life until the next one."""
         self._unsaved: dict[str, str] = {}
         """Records for the next controller that are not in the Secret yet, by their key there."""
         self._lost: dict[str, float] = {}
@@ -239,9 +241,10 @@ class _Registry:
             self._tell()
         state, now = self._lease.state, time.monotonic()
         leads = self._leads
-        if self._touched and leads and now >= self._renew_due:
-            self._touched, self._renew_due = False, now + self._heartbeat / _RENEWALS
+        if leads and (self._touched or self._missed) and now >= self._renew_due:
+            self._touched, self._missed, self._renew_due = False, True, now + self._heartbeat / _RENEWALS
             if self._lease.renew(state.term, state.author) and time.monotonic() - now <= self._lease.slack:
+                self._missed = False
                 self._tell()
         if unsaved := dict(self._unsaved):
             self._api.patch(self._secret, {"data": {key: _encoded(line) for key, line in unsaved.items()}})

