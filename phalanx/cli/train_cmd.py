@@ -79,8 +79,8 @@ def train(
     if place is not None:
         raise typer.Exit(_train_under_torchrun(place, run_file, overrides or [], request, json))
     run = load(run_file, [*(overrides or []), *_launcher_settings(on, hosts)])
-    if (train_job := {"slurm": _train_on_slurm, "kubernetes": _train_on_kubernetes}.get(run.cluster.launcher)) is not None:
-        raise typer.Exit(train_job(run, run_file.stem, request, dry_run=dry_run, json=json))
+    if run.cluster.launcher in ("slurm", "kubernetes"):
+        raise typer.Exit(_train_as_job(run, run_file.stem, request, chaos, dry_run=dry_run, json=json))
     faults = parse(chaos)  # reports errors before anything starts
     with tokenizing(console) as progress:
         prepared = prepare(run, run_file.stem, request, progress=progress)
@@ -140,6 +140,21 @@ def _follow(job: Job, prepared: Prepared) -> None:
         view.close()
         for number, handler in previous.items():
             signal.signal(number, handler)
+
+
+def _train_as_job(run: Run, name: str, request: Request, chaos: str, *, dry_run: bool, json: bool) -> int:
+    """Starts the run as a job that goes on without this process. Its first host prepares it."""
+    launcher = run.cluster.launcher
+    unseen = {"--chaos": chaos, "--accept-changed-data": request.accept_changed_data, "--unrehearsed": request.unrehearsed}
+    refuse(
+        [
+            f"{option} cannot be used with --on {launcher}: the first host of the job prepares the run, and does not see it."
+            for option, value in unseen.items()
+            if value
+        ]
+    )
+    train_on = {"slurm": _train_on_slurm, "kubernetes": _train_on_kubernetes}[launcher]
+    return train_on(run, name, request, dry_run=dry_run, json=json)
 
 
 def _train_on_slurm(run: Run, name: str, request: Request, *, dry_run: bool, json: bool) -> int:

@@ -181,8 +181,8 @@ class KubeApi:
                 raise ConnectionError(f"the API server's answer is cut short: {error!r}") from None
 
 
-def in_cluster() -> KubeApi:
-    """The API server as a pod sees it, with the rights of its service account."""
+def in_cluster(namespace: str | None = None) -> KubeApi:
+    """The API server as a pod sees it, with the rights of its service account; in the pod's namespace or another one."""
     service = kubernetes_service()
     if service is None or not (_ACCOUNT / "token").exists():
         raise RunError(f"This is no pod with a service account: {_ACCOUNT}/token does not exist.")
@@ -192,7 +192,7 @@ def in_cluster() -> KubeApi:
     # Tokens are replaced while a pod lives.
     return KubeApi(
         f"https://{name}:{port}",
-        (_ACCOUNT / "namespace").read_text().strip(),
+        namespace or (_ACCOUNT / "namespace").read_text().strip(),
         tls=tls,
         token=lambda: (_ACCOUNT / "token").read_text().strip(),
     )
@@ -203,8 +203,7 @@ def connect(settings: Kubernetes) -> KubeApi:
     path = kubeconfig()
     if not path.exists():
         if kubernetes_service() is not None:
-            api = in_cluster()
-            return KubeApi(api.server, settings.namespace or api.namespace, tls=api._tls, token=api._token)
+            return in_cluster(settings.namespace)
         raise RunError(
             f'cluster.launcher = "kubernetes" needs a kubeconfig, but there is no {path}: set KUBECONFIG to one, as `kubectl` uses it.'
         )

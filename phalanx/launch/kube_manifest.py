@@ -64,8 +64,9 @@ HOME = "/run/phalanx"
 """Folder of the pods in which the files of a run are."""
 CONTAINER = "node"
 RUN_LABEL = "phalanx/run"
+FAILED = (1, 2)
+"""Exit codes of `phalanx node` after which no other pod needs to go on: the run has failed, or cannot start."""
 _ALIVE = f"{HOME}/work/alive"
-_FAILED = (1, 2)  # exit codes of `phalanx node`: the run has failed, or could not start
 _MARGIN = 20  # seconds that the processes of a pod have to end after the run has saved
 _KEEP = 7 * 86400  # seconds that a finished job and its logs stay
 _START_SECONDS = 600  # in which a pod's Python starts
@@ -184,7 +185,7 @@ class _Renderer:
         rules = (
             FailureRule(action="Ignore", on_pod_conditions=disrupted),
             FailureRule(action="Ignore", on_exit_codes=ExitCodes(container_name=CONTAINER, operator="In", values=(RESUMABLE,))),
-            FailureRule(action="FailJob", on_exit_codes=ExitCodes(container_name=CONTAINER, operator="In", values=_FAILED)),
+            FailureRule(action="FailJob", on_exit_codes=ExitCodes(container_name=CONTAINER, operator="In", values=FAILED)),
         )
         return JobSpec(
             completion_mode="Indexed",

@@ -24,7 +24,7 @@ from phalanx.events.log import RecordWriter
 from phalanx.events.run_logs import note_size
 from phalanx.events.rundir import RunDir, replace_file
 from phalanx.launch.kube_api import ApiError, KubeApi, Object, connect, import_yaml
-from phalanx.launch.kube_manifest import CONTAINER, RUN_LABEL, problems, resources
+from phalanx.launch.kube_manifest import CONTAINER, FAILED, RUN_LABEL, problems, resources
 from phalanx.launch.kube_objects import Resource
 from phalanx.spec.dump import dump
 from phalanx.spec.errors import RunError, refuse
@@ -34,6 +34,7 @@ _KINDS = {"job": ("jobs", "batch/v1"), "jobset": ("jobsets", "jobset.x-k8s.io/v1
 _ENDED = {"Complete": 0, "Failed": 1, "Suspended": RESUMABLE, "Deleted": RESUMABLE}
 _WORDS = {"Completed": "Complete", "SUCCEEDED": "Complete", "FAILED": "Failed", "STOPPED": "Suspended"}
 _RETRY = 1.0  # seconds until a watch or a log that has ended is asked for again
+_LAST_WORDS = 8  # lines of a failed pod's output that are shown
 _LAST_LINES = 10.0  # seconds in which the last lines of ended pods arrive
 _LOG = re.compile(r"\[((?:rank|node|replicas)-\d+|launch)\] (.*)")
 _RECORD = '{"event": '
@@ -67,8 +68,9 @@ class KubernetesJob:
         status = found.get("status") or {}
         names: list[str] = [one["type"] for one in status.get("conditions") or [] if one.get("status") == "True"]
         names += [status.get("jobStatus", ""), status.get("jobDeploymentStatus", "")]
+        busy = any(part.get("active") or part.get("terminating") for part in (status, *status.get("replicatedJobsStatus", ())))
         for name in (_WORDS.get(name, name) for name in names):
-            if name in _ENDED and not (name == "Suspended" and (status.get("active") or status.get("terminating"))):
+            if name in _ENDED and not (name == "Suspended" and busy):
                 return name
         return None
 
@@ -263,6 +265,8 @@ class _Pod:
     running: bool = False
     told: set[str] = field(default_factory=set)
     """What has been told about it."""
+    failed: int | None = None
+    """Exit code with which it has ended the job."""
     thread: threading.Thread | None = None
 
 
@@ -305,6 +309,11 @@ class PodFollower:
                 pod.thread.join(max(0.0, deadline - time.monotonic()))
         self._closed = True
         self._save_positions()
+        for name, pod in self._pods.items():
+            if pod.failed is not None:
+                log = self._rundir.logs / f"node-{pod.node}.log"
+                words = log.read_text(errors="replace").splitlines()[-_LAST_WORDS:] if log.exists() else []
+                self._news.put("\n".join([f"Pod {name} has ended with exit code {pod.failed}. Its last words:", *words]))
 
     def _watch(self) -> None:
         while not self._closed:
@@ -333,6 +342,9 @@ class PodFollower:
                 pod.told.add(problem)
                 self._news.put(problem)
         pod.running = status.get("phase") == "Running"
+        for one in status.get("containerStatuses") or []:
+            if (code := one["state"].get("terminated", {}).get("exitCode")) in FAILED:
+                pod.failed = code
         started = [
             one for one in status.get("containerStatuses") or [] if one["name"] == CONTAINER and "waiting" not in one["state"]
         ]

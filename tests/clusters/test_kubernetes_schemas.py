@@ -74,7 +74,9 @@ def places(value: Any, path: tuple[str | int, ...] = ()) -> list[tuple[str | int
         return []
     if isinstance(value, dict):
         return [path, *(place for name, part in value.items() for place in places(part, (*path, name)))]
-    return [place for index, part in enumerate(value) for place in places(part, (*path, index))] if isinstance(value, list) else []
+    return (
+        [place for index, part in enumerate(value) for place in places(part, (*path, index))] if isinstance(value, list) else []
+    )
 
 
 def test_a_typo_is_found_wherever_it_is(rendered: dict[str, list[Object]]) -> None:
