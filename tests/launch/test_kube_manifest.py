@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -127,8 +128,6 @@ def test_what_is_missing_is_reported_at_once() -> None:
 
 @pytest.mark.parametrize("name", ["run", "My Run!", "_", "a" * 200, "-x-"])
 def test_names_are_those_of_kubernetes(name: str) -> None:
-    import re
-
     made = job_name(name, "ab12cd")
     assert re.fullmatch(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?", made) and len(made) <= 40 and made.endswith("-ab12cd")
 
@@ -139,3 +138,23 @@ def test_yaml_reads_back() -> None:
     assert [value["kind"] for value in documents] == [resource.kind for resource in resources(run(), "quickstart", "x")]
     assert loads(documents[0]["data"]["run.toml"]).cluster.nodes == 4
     assert "run.toml: |" in text and "*id" not in text, "for people to read"
+
+
+def test_the_page_is_true() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "kubernetes.md").read_text()
+    (block,) = re.findall(r"```toml\n(.*?)```", page, re.S)
+    objects = {one.kind: one.to_json() for one in resources(loads(f"{block}\n[train]\nbatch = 8\nsteps = 3\n"), "run", "x")}
+    table = page.partition("| resource | verbs |\n|---|---|\n")[2]
+    documented = {
+        (resource, verb)
+        for names, verbs in re.findall(r"^\| ([^|]+) \| ([^|]+) \|$", table, re.M)
+        for resource in names.split(", ")
+        for verb in verbs.split(", ")
+    }
+    granted = {
+        (".".join(filter(None, (resource, *rule["apiGroups"]))), verb)
+        for rule in objects["Role"]["rules"]
+        for resource in rule["resources"]
+        for verb in rule["verbs"]
+    }
+    assert documented == granted
