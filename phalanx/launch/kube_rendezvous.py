@@ -40,6 +40,7 @@ _LOOK = 5.0  # seconds between two looks at the pods of lost nodes
 _FINISH_SECONDS = 10.0  # in which the end of the run is noted
 _TRACEBACK = 2000  # characters of a traceback that a new controller gets
 _HISTORY = "history-"
+_MAX_HISTORY = 200  # records that a new controller gets: a Secret holds 1 MiB
 
 T = TypeVar("T")
 
@@ -160,6 +161,8 @@ class _Registry:
         """The last renewal has failed. The agent may have stepped down for it, and then shows no signs of life until the next one."""
         self._unsaved: dict[str, str] = {}
         """Records for the next controller that are not in the Secret yet, by their key there."""
+        self._saved: list[str] = []
+        """Keys of those that are, oldest first."""
         self._lost: dict[str, float] = {}
         """Pods of lost nodes, and when they were lost."""
         self._told: tuple[int, str, int, dict[int, protocol.NodeInfo]] | None = None
@@ -228,8 +231,8 @@ class _Registry:
                 self._tell()
             case protocol.AskHistory():
                 data = self._api.get(self._secret).get("data") or {}
-                lines = [_decoded(data[key]) for key in sorted(data) if key.startswith(_HISTORY)]
-                self.answers.put(protocol.History(lines=lines))
+                self._saved = sorted(key for key in data if key.startswith(_HISTORY))
+                self.answers.put(protocol.History(lines=[_decoded(data[key]) for key in self._saved]))
             case None if self._info is not None:
                 info, self._info = self._info, None
                 self._lease.release(self._node, info.name)
@@ -247,7 +250,10 @@ class _Registry:
                 self._missed = False
                 self._tell()
         if unsaved := dict(self._unsaved):
-            self._api.patch(self._secret, {"data": {key: _encoded(line) for key, line in unsaved.items()}})
+            oldest = self._saved[: max(0, len(self._saved) + len(unsaved) - _MAX_HISTORY)]
+            saved = {key: _encoded(line) for key, line in unsaved.items()}
+            self._api.patch(self._secret, {"data": saved | dict.fromkeys(oldest)})
+            self._saved = [*self._saved[len(oldest) :], *unsaved]
             for key in unsaved:
                 self._unsaved.pop(key)
         if leads and now >= self._look_due:
