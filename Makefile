@@ -48,10 +48,10 @@ test-slow: setup
 	$(BIN)/python -m pytest -m slow
 
 # Several hosts, as network namespaces of this machine; needs root.
-# Hosts as network namespaces, with ssh, Slurm and Ray. Needs root and Debian's packages, which it installs where it may; without, tests skip.
+# Hosts as network namespaces, with ssh, Slurm, Ray and Kubernetes. Needs root and Debian's packages, which it installs where it may; without, tests skip.
 test-clusters: setup
 	-command -v sshd slurmctld munged nft >/dev/null || { [ $$(id -u) = 0 ] && apt-get install --yes --quiet openssh-server slurm-wlm munge nftables; }
-	-$(BIN)/python -m pip install --quiet --constraint constraints.txt 'ray[default]>=2.40' jax
+	-$(BIN)/python -m pip install --quiet --constraint constraints.txt 'ray[default]>=2.40' 'kubernetes-validate>=1.34' jax
 	$(BIN)/python -m pytest -m clusters tests/clusters
 
 # Steps per second and start-up beside hand-written loops; needs a quiet machine.

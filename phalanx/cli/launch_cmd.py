@@ -20,10 +20,11 @@ from phalanx.cli.output import console, finish
 from phalanx.control.protocol import RESUMABLE
 from phalanx.dashboard.progress import display
 from phalanx.events.log import EventReader, launch_events
-from phalanx.events.records import Event, FailureNoticed, Recovered, Stopped
+from phalanx.events.records import Event, FailureNoticed, Recovered, Stopped, Warned
 from phalanx.events.run_logs import LogReader
 from phalanx.events.rundir import RunDir
 from phalanx.launch.job import Job
+from phalanx.launch.launcher import SubmittedJob
 from phalanx.launch.prepare import Request, choose_directory
 from phalanx.launch.prepare_program import prepare_program
 from phalanx.spec.errors import RunFailed, toml
@@ -31,14 +32,16 @@ from phalanx.spec.load import load, loads
 from phalanx.spec.run import Run
 
 _POLL = 0.2  # seconds between two looks at the log of rank 0
-_SLURM_POLL = 1.0  # seconds between two questions to Slurm
+_JOB_POLL = 1.0  # seconds between two questions to the batch system
 
 
 def launch(
     program: Annotated[
         list[str] | None, Argument(metavar="-- PROGRAM [ARGUMENT]...", help="The program and its arguments, after --.")
     ] = None,
-    on: Annotated[str | None, Option(help="What starts the ranks: local, ssh, slurm or ray. Sets cluster.launcher.")] = None,
+    on: Annotated[
+        str | None, Option(help="What starts the ranks: local, ssh, slurm, ray or kubernetes. Sets cluster.launcher.")
+    ] = None,
     hosts: Annotated[Path | None, Option(help="--on ssh: a file with one host per line. See docs/ssh.md.")] = None,
     nodes: Annotated[int | None, Option(help="Number of hosts. Sets cluster.nodes.")] = None,
     ranks_per_node: Annotated[
@@ -60,7 +63,9 @@ def launch(
         Path | None, Option(help="A run file with more settings: [cluster], [resilience] and [command] are used.")
     ] = None,
     settings: Annotated[list[str] | None, Option("--set", help="Another setting, such as cluster.bind=10.0.0.5.")] = None,
-    dry_run: Annotated[bool, Option("--dry-run", help="--on slurm: print the batch script and end.")] = False,
+    dry_run: Annotated[
+        bool, Option("--dry-run", help="--on slurm or kubernetes: print what would be submitted, and end.")
+    ] = False,
     json: AsJson = False,
 ) -> None:
     """Run any program on many ranks: start it with rendezvous variables, restart it after failures, keep its logs.
@@ -83,7 +88,7 @@ def launch(
     }
     overrides = [f"{key}={toml(value)}" for key, value in given.items() if value is not None] + (settings or [])
     run, request = _load(run_file, overrides), Request(directory=run_dir, fresh=fresh)
-    launch_program = _launch_on_slurm if run.cluster.launcher == "slurm" else _launch
+    launch_program = _launch_as_job if run.cluster.launcher in ("slurm", "kubernetes") else _launch
     raise typer.Exit(launch_program(run, request, dry_run=dry_run, json=json))
 
 
@@ -166,32 +171,52 @@ def _output(rundir: RunDir) -> Iterator[None]:
         thread.join()
 
 
-def _launch_on_slurm(run: Run, request: Request, *, dry_run: bool, json: bool) -> int:
-    """Submits the program as a batch job and follows it. The job goes on if this process ends."""
-    from phalanx.launch import slurm
+def _launch_as_job(run: Run, request: Request, *, dry_run: bool, json: bool) -> int:
+    """Submits the program to Slurm or Kubernetes and follows it. The job goes on if this process ends."""
+    from phalanx.launch import kubernetes, slurm
 
-    name = _name(run)
+    name, on_slurm = _name(run), run.cluster.launcher == "slurm"
     if dry_run:
-        print(slurm.script(run, RunDir(request.directory or Path("runs") / name)), end="")
+        directory = request.directory or Path("runs") / name
+        print(slurm.script(run, RunDir(directory)) if on_slurm else kubernetes.manifest(run, directory.name), end="")
         return 0
+    api = None if on_slurm else kubernetes.open_api(run)
     rundir = choose_directory(run, name, request)
-    rundir.release()  # node 0 of the job locks it
-    reader = EventReader(rundir.events_file, offset=rundir.events_file.stat().st_size if rundir.events_file.exists() else 0)
-    job = slurm.submit(run, rundir)
-    console.print(f"job {job.number}", style="dim")
+    if on_slurm:
+        rundir.release()  # node 0 of the job locks it
+    try:
+        reader = EventReader(rundir.events_file, offset=rundir.events_file.stat().st_size if rundir.events_file.exists() else 0)
+        job: SubmittedJob = slurm.submit(run, rundir) if api is None else kubernetes.submit(api, run, rundir)
+        code = _follow_job(job, rundir, reader, json=json)
+        if isinstance(job, kubernetes.KubernetesJob):
+            kubernetes.note_end(rundir, job)
+    finally:
+        rundir.release()
+    return code
+
+
+def _follow_job(job: SubmittedJob, rundir: RunDir, reader: EventReader, *, json: bool) -> int:
+    console.print(job.title, style="dim", soft_wrap=True)
+
+    def show() -> None:
+        for event in reader.new():
+            _show(event)
+        for text in job.news():
+            _show(Warned(message=text))
+
     try:
         with _output(rundir):
             while (state := job.ended()) is None:
-                for event in reader.new():
-                    _show(event)
-                time.sleep(_SLURM_POLL)
-            for event in reader.new():
-                _show(event)
+                show()
+                time.sleep(_JOB_POLL)
+            job.close()
+            show()
     except KeyboardInterrupt:
-        console.print(f"The job goes on. To stop it, `scancel {job.number}`; to see it, `phalanx logs {rundir.path} --follow`.")
+        job.close()
+        console.print(f"The job goes on. {job.remarks}", soft_wrap=True)
         return 0
-    console.print(f"job {job.number}: {state}", style="dim")
-    code = slurm.exit_code(state)
+    console.print(f"{job.title}: {state}", style="dim", soft_wrap=True)
+    code = job.exit_code(state)
     _conclude(rundir, code, json)
     return code
 

@@ -34,6 +34,7 @@ def node(
         str | None, Option(help="Address or interface of this host. Default: the one that reaches the other hosts.")
     ] = None,
     chaos: Annotated[str, Option(help="Faults to inject, as with `phalanx train`.")] = "",
+    alive_file: Annotated[Path | None, Option(help="A file to touch every 10 s, for probes.")] = None,
 ) -> None:
     """Run this host's part of a training run. Start it once on every host, under srun, torchrun or anything else."""
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # not lost, and not fatal, until the agent can be told
@@ -47,7 +48,7 @@ def node(
     def say(text: str) -> None:
         print(f"[node {place.node} {host}] {text}", file=sys.stderr, flush=True)
 
-    raise typer.Exit(run_node(run_dir, place, NodeOptions(bind=bind, chaos=chaos), say))
+    raise typer.Exit(run_node(run_dir, place, NodeOptions(bind, chaos, alive_file), say))
 
 
 def _place(number: int | None, nodes: int | None, launch: str | None) -> NodePlace:
@@ -65,6 +66,7 @@ def _place(number: int | None, nodes: int | None, launch: str | None) -> NodePla
         launch=known.launch if launch is None else launch,
         peer=known.peer,
         topology=known.topology,
+        shared=known.shared,
     )
     if not 0 <= place.node < place.nodes:
         raise RunError(f"--node {place.node} of --nodes {place.nodes}: numbers go from 0 to {place.nodes - 1}.")

@@ -22,12 +22,13 @@ from phalanx.control.protocol import RESUMABLE
 from phalanx.dashboard.data_tables import tokenizing
 from phalanx.dashboard.progress import display
 from phalanx.events.log import EventLog, EventReader
-from phalanx.events.records import Event
+from phalanx.events.records import Event, Warned
 from phalanx.events.rundir import RunDir
 from phalanx.faults.grammar import Fault, check, expand_random, format_faults, parse
 from phalanx.host.env import torchrun_place
 from phalanx.host.probe import this_machine
 from phalanx.launch.job import Job, first_events
+from phalanx.launch.launcher import SubmittedJob
 from phalanx.launch.prepare import Prepared, Request, choose_directory, prepare
 from phalanx.spec.errors import PhalanxError, RunError, RunFailed, refuse
 from phalanx.spec.load import load
@@ -35,7 +36,7 @@ from phalanx.spec.plan import Place
 from phalanx.spec.run import Run
 
 _PREPARATION_TIMEOUT = 7 * 86400.0  # seconds that the other ranks wait for rank 0, which may tokenize a large corpus
-_SLURM_POLL = 1.0  # seconds between two questions to Slurm
+_JOB_POLL = 1.0  # seconds between two questions to a batch system
 _TORCHRUN_STOPS = 60.0  # seconds within which torchrun ends a rank after another one has ended
 
 
@@ -58,10 +59,14 @@ def train(
     ] = "",
     on: Annotated[
         str | None,
-        Option(help="What starts the run on other machines: ssh, slurm or ray. Sets cluster.launcher. Default: this machine."),
+        Option(
+            help="What starts the run on other machines: ssh, slurm, ray or kubernetes. Sets cluster.launcher. Default: this machine."
+        ),
     ] = None,
     hosts: Hosts = None,
-    dry_run: Annotated[bool, Option("--dry-run", help="--on slurm: print the batch script and end.")] = False,
+    dry_run: Annotated[
+        bool, Option("--dry-run", help="--on slurm or kubernetes: print the batch script or the manifests, and end.")
+    ] = False,
     json: AsJson = False,
 ) -> None:
     """Train the model that RUN.toml describes. After a stop or a crash, the same command resumes the run."""
@@ -76,8 +81,8 @@ def train(
         raise RunError(
             f"{run_file}: [command] names a program of its own: start it with `phalanx launch --run-file {run_file}`."
         )
-    if run.cluster.launcher == "slurm":
-        raise typer.Exit(_train_on_slurm(run, run_file.stem, request, dry_run=dry_run, json=json))
+    if run.cluster.launcher in ("slurm", "kubernetes"):
+        raise typer.Exit(_train_as_job(run, run_file.stem, request, chaos, dry_run=dry_run, json=json))
     faults = parse(chaos)  # reports errors before anything starts
     with tokenizing(console) as progress:
         prepared = prepare(run, run_file.stem, request, progress=progress)
@@ -131,8 +136,23 @@ def _follow(job: Job, prepared: Prepared) -> None:
             signal.signal(number, handler)
 
 
+def _train_as_job(run: Run, name: str, request: Request, chaos: str, *, dry_run: bool, json: bool) -> int:
+    """Starts the run as a job that goes on without this process. Its first host prepares it."""
+    launcher = run.cluster.launcher
+    unseen = {"--chaos": chaos, "--accept-changed-data": request.accept_changed_data, "--unrehearsed": request.unrehearsed}
+    refuse(
+        [
+            f"{option} cannot be used with --on {launcher}: the first host of the job prepares the run, and does not see it."
+            for option, value in unseen.items()
+            if value
+        ]
+    )
+    train_on = {"slurm": _train_on_slurm, "kubernetes": _train_on_kubernetes}[launcher]
+    return train_on(run, name, request, dry_run=dry_run, json=json)
+
+
 def _train_on_slurm(run: Run, name: str, request: Request, *, dry_run: bool, json: bool) -> int:
-    """Submits the run as a batch job and follows it. The job goes on if this process ends."""
+    """Submits the run as a batch job and follows it."""
     from phalanx.launch import slurm
 
     if dry_run:
@@ -140,26 +160,61 @@ def _train_on_slurm(run: Run, name: str, request: Request, *, dry_run: bool, jso
         return 0
     rundir = choose_directory(run, name, request)
     rundir.release()  # node 0 of the job locks it
-    reader = EventReader(rundir.events_file, offset=rundir.events_file.stat().st_size if rundir.events_file.exists() else 0)
-    job = slurm.submit(run, rundir)
-    console.print(f"job {job.number}, run directory {rundir.path}", style="dim")
-    view = display(console, run.steps, run.watch.log_every, live=console.is_terminal)
+    reader = _reader(rundir)
+    return _follow_submitted(slurm.submit(run, rundir), run, rundir, reader, json=json)
+
+
+def _train_on_kubernetes(run: Run, name: str, request: Request, *, dry_run: bool, json: bool) -> int:
+    """Creates the run's objects in the cluster and follows its pods."""
+    from phalanx.launch import kubernetes
+
+    if dry_run:
+        print(kubernetes.manifest(run, (request.directory or Path(name)).name), end="")
+        return 0
+    api = kubernetes.open_api(run)
+    rundir = choose_directory(run, name, request)
     try:
-        while (state := job.ended()) is None:
-            for event in reader.new():
-                view.show(event)
-            time.sleep(_SLURM_POLL)
+        reader = _reader(rundir)
+        job = kubernetes.submit(api, run, rundir)
+        code = _follow_submitted(job, run, rundir, reader, json=json)
+        kubernetes.note_end(rundir, job)
+    finally:
+        rundir.release()
+    return code
+
+
+def _reader(rundir: RunDir) -> EventReader:
+    """Reads the records from now on."""
+    return EventReader(rundir.events_file, offset=rundir.events_file.stat().st_size if rundir.events_file.exists() else 0)
+
+
+def _follow_submitted(job: SubmittedJob, run: Run, rundir: RunDir, reader: EventReader, *, json: bool) -> int:
+    """Follows a job that goes on if this process ends."""
+    console.print(f"{job.title}, run directory {rundir.path}", style="dim", soft_wrap=True)
+    view = display(console, run.steps, run.watch.log_every, live=console.is_terminal)
+
+    def show() -> None:
         for event in reader.new():
             view.show(event)
+        for text in job.news():
+            view.show(Warned(message=text))
+
+    try:
+        while (state := job.ended()) is None:
+            show()
+            time.sleep(_JOB_POLL)
+        job.close()
+        show()
     except KeyboardInterrupt:
-        console.print(f"The job goes on. To stop it, `scancel {job.number}`; to see it, `tail -f {rundir.logs}/*.log`.")
+        job.close()
+        console.print(f"The job goes on. {job.remarks}", soft_wrap=True)
         return 0
     finally:
         view.close()
     summary = print_summary(rundir)
-    console.print(f"job {job.number}: {state}", style="dim")
+    console.print(f"{job.title}: {state}", style="dim", soft_wrap=True)
     finish(json, summary.to_json(rundir.path))
-    return slurm.exit_code(state)
+    return job.exit_code(state)
 
 
 def _train_under_torchrun(place: Place, run_file: Path, overrides: list[str], request: Request, json: bool) -> int:

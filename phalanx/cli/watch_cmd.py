@@ -41,6 +41,7 @@ _STOP_SECONDS = 600.0  # that `stop` waits for a run to save
 def status(run_dir: RunDirectory, json: AsJson = False) -> None:
     """Show whether a run is running, how far it is, and what has happened to it."""
     rundir = _run(run_dir)
+    _catch_up(rundir)
     events = launch_events(rundir.events_file)
     summary, state = Summary(read_events(rundir.events_file)), _state(rundir, events)
     hosts: dict[str, set[int]] = {}
@@ -97,6 +98,7 @@ def logs(
 ) -> None:
     """Show what the ranks and nodes of a run have written, in the order of time; first, what has failed."""
     rundir = _run(run_dir)
+    _catch_up(rundir)
     try:
         pattern = re.compile(grep or "")
     except re.error as error:
@@ -124,16 +126,27 @@ def stop(
     wait: Annotated[bool, Option("--wait/--no-wait", help="Wait until the run has saved and ended.")] = True,
 ) -> None:
     """Ask a run to save and end, as SIGTERM to its launcher would. The same `phalanx train` resumes it."""
+    from phalanx.launch.kubernetes import find_job, note_end
+
     rundir = _run(run_dir)
-    if rundir.launch_id is None:
+    job = find_job(rundir)
+    if job is not None:
+        note_end(rundir, job)
+    if _over(rundir):
         raise RunError(f"{run_dir} is not running: there is nothing to stop.")
-    replace_file(rundir.stop_file, "")
+    if job is None:
+        replace_file(rundir.stop_file, "")
+    else:
+        job.stop()
     deadline = time.monotonic() + _STOP_SECONDS
     while wait and not _over(rundir):
         if time.monotonic() > deadline:
             raise RunError(f"{run_dir} has not ended within {_STOP_SECONDS:.0f} s: look at `phalanx logs {run_dir}`.")
         time.sleep(_POLL)
+        if job is not None:
+            note_end(rundir, job)
     if wait:
+        _catch_up(rundir)
         console.print(f"{run_dir}: {_state(rundir, launch_events(rundir.events_file))}", soft_wrap=True)
 
 
@@ -142,6 +155,13 @@ def _run(run_dir: Path) -> RunDir:
     if not rundir.events_file.is_file():
         raise RunError(f"{run_dir} holds no run: name a run directory, such as runs/NAME.")
     return rundir
+
+
+def _catch_up(rundir: RunDir) -> None:
+    """Read what a job has printed that writes its records elsewhere."""
+    from phalanx.launch.kubernetes import catch_up
+
+    catch_up(rundir)
 
 
 def _over(rundir: RunDir) -> bool:

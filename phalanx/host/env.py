@@ -35,6 +35,8 @@ class NodePlace:
     """An address of another host of the job, by which the own one is found."""
     topology: str = ""
     """Where the host is in the network, from the outermost switch: hosts that sort together are near each other."""
+    shared: bool = True
+    """All hosts see the run directory."""
 
 
 def engine_place() -> NodePlace | None:
@@ -48,6 +50,13 @@ def engine_place() -> NodePlace | None:
             peer=get("SLURM_LAUNCH_NODE_IPADDR"),
             topology=get("SLURM_TOPOLOGY_ADDR", "").rpartition(".")[0],  # the last part is the host itself
         )
+    if "PHALANX_LAUNCH" in os.environ:  # set in the pods of `launch/kube_manifest`
+        return NodePlace(
+            node=int(os.environ["JOB_COMPLETION_INDEX"]),
+            nodes=int(os.environ["PHALANX_NODES"]),
+            launch=f"kubernetes-{get('PHALANX_LAUNCH')}",
+            shared=get("PHALANX_SHARED") == "1",
+        )
     if "TORCHELASTIC_RUN_ID" in os.environ:
         return NodePlace(
             node=int(os.environ["GROUP_RANK"]),
@@ -56,6 +65,23 @@ def engine_place() -> NodePlace | None:
             peer=get("MASTER_ADDR"),
         )
     return None
+
+
+def pod_name() -> str:
+    """The name of the Kubernetes pod that this process runs in."""
+    return os.environ["POD_NAME"]
+
+
+def kubernetes_service() -> tuple[str, int] | None:
+    """Host and port of the Kubernetes API server as pods see it; None outside of a cluster."""
+    host = os.environ.get("KUBERNETES_SERVICE_HOST")
+    return None if host is None else (host, int(os.environ.get("KUBERNETES_SERVICE_PORT", "443")))
+
+
+def kubeconfig() -> Path:
+    """The user's kubeconfig: the first existing file of KUBECONFIG, or the one in the home folder."""
+    given = [Path(name) for name in os.environ.get("KUBECONFIG", "").split(os.pathsep) if name]
+    return next((path for path in given if path.exists()), given[0] if given else Path.home() / ".kube" / "config")
 
 
 def visible_gpus() -> str | None:

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -148,11 +148,20 @@ class ModuleProcess(subprocess.Popen[bytes]):
         self.stdout.close()
 
 
-def run_program(command: Sequence[str], seconds: float, question: str = "") -> subprocess.CompletedProcess[str]:
-    """Run a program to its end, with `question` as its input. Raises OSError if it cannot be run, TimeoutError if it takes longer."""
+def run_program(
+    command: Sequence[str], seconds: float, question: str = "", env: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run a program to its end, with `question` as its input and more variables. Raises OSError if it cannot be run, TimeoutError if it
+    takes longer."""
     try:
         return subprocess.run(
-            command, input=question, capture_output=True, text=True, errors="replace", timeout=seconds, env=python_env()
+            command,
+            input=question,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=seconds,
+            env={**python_env(), **(env or {})},
         )
     except subprocess.TimeoutExpired:
         raise TimeoutError(f"no answer within {seconds:.0f} s") from None

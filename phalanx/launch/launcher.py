@@ -57,6 +57,29 @@ class Launcher(Protocol):
         """Start the agent of a node. Its errors go to the file."""
 
 
+class SubmittedJob(Protocol):
+    """A run that a batch system runs without this process."""
+
+    @property
+    def title(self) -> str: ...
+
+    @property
+    def remarks(self) -> str:
+        """How to stop and see it, for a user who no longer follows it."""
+
+    def ended(self) -> str | None:
+        """How the job has ended, in the batch system's words; None while it waits or runs."""
+
+    def news(self) -> list[str]:
+        """What the user should know and the records do not say."""
+
+    def exit_code(self, state: str) -> int:
+        """The exit code of a command that has followed the job to this end."""
+
+    def close(self) -> None:
+        """The job has ended, or is not followed any more."""
+
+
 def launcher(run: Run, name: str) -> Launcher:
     """The launcher that the run file names. `name`: of the run, for people who look at the cluster."""
     return cast(Launcher, import_module(f"phalanx.launch.{run.cluster.launcher}").LAUNCHER(run, name))

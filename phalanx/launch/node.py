@@ -1,24 +1,25 @@
 """One node of a run whose processes an engine such as srun has started, one per host. Node 0 prepares the run for all.
 
-The nodes share the run directory. Node 0 writes the settings of the agents, with the token, into a file there that only this user can read.
-Every node runs its agent, and starts it again when it dies, until the run is over.
+Node 0 gives the others the settings of their agents, with the token, where they meet (`launch/rendezvous`). Every node runs its agent, and starts
+it again when it dies, until the run is over.
 """
 
 from __future__ import annotations
 
-import json
 import os
+import select
 import signal
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 
-from phalanx.control.protocol import RESUMABLE, AgentSettings, NodeAway, Outcome, Stop, decode, encode
-from phalanx.events.log import EventLog
-from phalanx.events.rundir import RunDir, replace_file, replace_private_file
-from phalanx.host.env import NodePlace
+from phalanx.control.protocol import RESUMABLE, AgentSettings, NodeAway, Outcome, Stop
+from phalanx.events.records import encode
+from phalanx.events.rundir import RunDir
+from phalanx.host.env import NodePlace, pod_name
 from phalanx.host.interfaces import address_of, address_towards
 from phalanx.host.probe import this_machine
 from phalanx.host.process_tree import STOP_SIGNALS, unblock_stop_signals
@@ -27,27 +28,32 @@ from phalanx.launch.job import agent_settings, first_events
 from phalanx.launch.launcher import StartedAgent
 from phalanx.launch.prepare import Request, prepare
 from phalanx.launch.prepare_program import prepare_program
+from phalanx.launch.rendezvous import FolderRendezvous, Rendezvous
 from phalanx.launch.slurm import end_job
 from phalanx.spec.errors import RunError
-from phalanx.spec.load import load
+from phalanx.spec.load import load, loads
 from phalanx.spec.plan import Machine
 from phalanx.spec.run import Run
 
 _PREPARATION_TIMEOUT = 7 * 86400.0  # seconds that the other nodes wait for node 0, which may tokenize a large corpus
-_POLL = 0.1  # seconds between two looks at the agent, or for the settings
+_POLL = 0.1  # seconds between two looks at the agent
+_SIGN_OF_LIFE = 10.0  # seconds between two signs of life for the engine
 _RESTART = 5.0  # seconds until a dead agent is started again
 _SHORT_LIVED = 20.0  # seconds: an agent that dies sooner has not worked
 _ATTEMPTS = 3  # at starting an agent that does not work
 
 
+LOST = 70
+"""Exit code of a node whose agent cannot be kept running: the run continues without it."""
+
+
 class Everywhere:
     """The launcher of a run whose agents are started by `run_node`, on hosts that are all like this one. Implements `launch/launcher.Launcher`."""
 
-    registry = "folder"
     restart_after: float | None = None
 
-    def __init__(self, run: Run, nodes: int):
-        self.nodes, self.hosts = nodes, max(1, nodes - run.resilience.spares)
+    def __init__(self, run: Run, nodes: int, registry: str):
+        self.nodes, self.registry, self.hosts = nodes, registry, max(1, nodes - run.resilience.spares)
 
     def machine(self) -> Machine:
         return this_machine().times(self.hosts)
@@ -65,31 +71,35 @@ class NodeOptions:
 
     bind: str | None = None
     chaos: str = ""
+    alive_file: Path | None = None
+    """Touched every few seconds while this process runs."""
 
 
 def run_node(directory: Path, place: NodePlace, options: NodeOptions, say: Callable[[str], None]) -> int:
     """Run this node until the run is over; returns the exit code."""
+    if options.alive_file is not None:
+        threading.Thread(target=_show_life, args=(options.alive_file,), daemon=True).start()
     rundir = RunDir(directory)
-    path = rundir.control / "settings.json"
-    settings = _read_settings(path, place.launch)
+    meeting = _rendezvous(rundir, place)
+    if (code := meeting.over()) is not None:
+        return code
+    settings = meeting.settings()
     if settings is None and place.node == 0:
-        settings = _prepare(rundir, place, options)
-        replace_private_file(path, json.dumps(encode(settings)))
+        settings = _prepare(rundir, place, options, meeting)
+        meeting.publish(settings)
         say(f"prepared {directory} for {place.nodes} nodes")
-    deadline = time.monotonic() + _PREPARATION_TIMEOUT
-    while settings is None:
-        if time.monotonic() > deadline:
-            raise RunError(f"Node 0 has not prepared {directory}: look at its output.")
-        time.sleep(_POLL)
-        settings = _read_settings(path, place.launch)
-    run = load(rundir.run_file)
+    settings = settings or meeting.wait_for_settings(_PREPARATION_TIMEOUT)
+    if settings is None:
+        if (code := meeting.over()) is not None:
+            return code
+        raise RunError(f"Node 0 has not prepared {directory}: look at its output.")
+    run = loads(settings.files[rundir.run_file.name], name=rundir.run_file.name)
     address = _address(run, place, options)
     own = replace(settings, node=place.node, bind=address, topology=place.topology, parent=os.getpid())
-    outcome = _Node(own, rundir, run, say).follow()
+    outcome = _Node(own, rundir, run, meeting, say).follow()
     if outcome is None:
-        return 1
-    path.unlink(missing_ok=True)  # the run is over, and nobody needs the token any more
-    replace_file(rundir.exit_file, f"{outcome.code}\n")
+        return LOST
+    meeting.finish(settings, outcome)
     if outcome.reason is not None:
         say(outcome.reason)
     if 0 not in outcome.nodes and place.node == min(outcome.nodes, default=-1):
@@ -97,21 +107,37 @@ def run_node(directory: Path, place: NodePlace, options: NodeOptions, say: Calla
     return outcome.code
 
 
-def _prepare(rundir: RunDir, place: NodePlace, options: NodeOptions) -> AgentSettings:
+def _rendezvous(rundir: RunDir, place: NodePlace) -> Rendezvous:
+    engine, _, name = place.launch.partition("-")
+    if engine != "kubernetes":
+        return FolderRendezvous(rundir, place.launch)
+    from phalanx.launch.kube_api import in_cluster
+    from phalanx.launch.kube_rendezvous import KubeRendezvous
+
+    return KubeRendezvous(in_cluster(), name, pod_name(), rundir, shared=place.shared)
+
+
+def _show_life(file: Path) -> None:
+    while True:
+        file.touch()
+        time.sleep(_SIGN_OF_LIFE)
+
+
+def _prepare(rundir: RunDir, place: NodePlace, options: NodeOptions, meeting: Rendezvous) -> AgentSettings:
     if not rundir.request_file.is_file():
         raise RunError(
             f"{rundir.path} holds no request.toml: it is written by `phalanx train --on`, or by `phalanx node --run-file`."
         )
     run = load(rundir.request_file)
     run = replace(run, cluster=replace(run.cluster, nodes=place.nodes))
+    launcher = Everywhere(run, place.nodes, meeting.registry)
     prepare_any = prepare if run.command.program is None else prepare_program
-    prepared = prepare_any(run, rundir.path.name, Request(directory=rundir.path), started_by=Everywhere(run, place.nodes))
-    log = EventLog(rundir.events_file)
+    prepared = prepare_any(run, rundir.path.name, Request(directory=rundir.path), started_by=launcher)
     for event in first_events(prepared):
-        log.emit(event)
-    log.close()
-    rundir.launch_id = place.launch
-    return replace(agent_settings(prepared, options.chaos), launch=place.launch)
+        meeting.record(encode(replace(event, time=time.time())))
+    if meeting.shared:
+        rundir.launch_id = meeting.launch
+    return replace(agent_settings(prepared, options.chaos), launch=meeting.launch)
 
 
 def _address(run: Run, place: NodePlace, options: NodeOptions) -> str:
@@ -124,18 +150,11 @@ def _address(run: Run, place: NodePlace, options: NodeOptions) -> str:
     return given
 
 
-def _read_settings(path: Path, launch: str) -> AgentSettings | None:
-    """The settings of this launch; None while there are none."""
-    try:
-        settings = decode(json.loads(path.read_text()))
-    except (OSError, ValueError):
-        return None
-    return settings if isinstance(settings, AgentSettings) and settings.launch == launch else None
-
-
 class _Node:
-    def __init__(self, settings: AgentSettings, rundir: RunDir, run: Run, say: Callable[[str], None]):
-        self._settings, self._rundir, self._say = settings, rundir, say
+    def __init__(self, settings: AgentSettings, rundir: RunDir, run: Run, meeting: Rendezvous, say: Callable[[str], None]):
+        self._settings, self._meeting, self._say = settings, meeting, say
+        self._heartbeat = run.resilience.heartbeat
+        rundir.create()
         self._log = rundir.logs / f"node-{settings.node}.log"
         given = run.resilience.node_return
         self._restart_after = _RESTART if given is None else given
@@ -161,6 +180,7 @@ class _Node:
 
     def _live(self) -> tuple[Outcome | None, float | None]:
         """Follow one agent to its end; returns the outcome of the run, and for how long an injected fault keeps the node away."""
+        self._meeting.follow(self._settings, self._heartbeat)
         self._agent = agent = AgentProcess(self._settings, self._log)
         if self._stop is not None:
             agent.send(Stop(reason=self._stop))
@@ -174,12 +194,18 @@ class _Node:
                         outcome = message
                     elif isinstance(message, NodeAway):
                         away = float("inf") if message.seconds is None else message.seconds
+                    else:
+                        self._meeting.handle(message)
                 if ended:
+                    if outcome is None:
+                        self._meeting.lose()
                     return outcome, away
-                if self._stop is None and self._rundir.stop_file.exists():
+                if self._stop is None and self._meeting.stop_requested():
                     self._stop = "phalanx stop"
                     agent.send(Stop(reason=self._stop))
-                time.sleep(_POLL)
+                for message in self._meeting.messages():
+                    agent.send(message)
+                select.select([agent], [], [], _POLL)
         finally:
             self._agent = None
             agent.close()

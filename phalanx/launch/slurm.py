@@ -78,11 +78,19 @@ exit $code
 
 
 class SlurmJob:
-    """A submitted job."""
+    """A submitted job. Implements `launch/launcher.SubmittedJob`."""
 
-    def __init__(self, number: str, patience: float = _GONE):
+    def __init__(self, number: str, rundir: RunDir, patience: float = _GONE):
         """`patience`: seconds that Slurm may be out of reach."""
-        self.number, self._patience, self._answered = number, patience, time.monotonic()
+        self.number, self.rundir, self._patience, self._answered = number, rundir, patience, time.monotonic()
+
+    @property
+    def title(self) -> str:
+        return f"job {self.number}"
+
+    @property
+    def remarks(self) -> str:
+        return f"To stop it, `scancel {self.number}`; to see it, `phalanx logs {self.rundir.path} --follow`."
 
     def ended(self) -> str | None:
         """How the job has ended, in Slurm's words; None while it waits or runs. RunError if Slurm is gone, or does not know the job any
@@ -112,10 +120,13 @@ class SlurmJob:
         """The run saves and ends, and can be resumed."""
         _tell("scancel", self.number)
 
+    def news(self) -> list[str]:
+        return []
 
-def exit_code(state: str) -> int:
-    """The exit code of a command that has followed a job to its end."""
-    return _ENDED.get(state, 1)
+    def exit_code(self, state: str) -> int:
+        return _ENDED.get(state, 1)
+
+    def close(self) -> None: ...
 
 
 def script(run: Run, rundir: RunDir) -> str:
@@ -167,7 +178,7 @@ def submit(run: Run, rundir: RunDir) -> SlurmJob:
     done = run_program(["sbatch", "--parsable", str(file)], _SECONDS)
     if done.returncode:
         raise RunError(f"sbatch refuses {file}: {done.stderr.strip() or done.stdout.strip()}; cluster.slurm sets its options.")
-    return SlurmJob(done.stdout.strip().partition(";")[0])
+    return SlurmJob(done.stdout.strip().partition(";")[0], rundir)
 
 
 def end_job(launch: str, *, resumable: bool) -> None:

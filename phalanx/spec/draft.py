@@ -219,6 +219,8 @@ class Draft:
         tables: dict[str, Any] = {
             table: TABLES[table](**_given(values, table)) for table in TABLES if "." not in table and table != "model"
         }
+        inner = TABLES["cluster.kubernetes"](**_given(values, "cluster.kubernetes"))
+        tables["cluster"] = replace(tables["cluster"], kubernetes=inner)
         named = [table.removeprefix("data.mix.") for table in self._tables if table.startswith("data.mix.")]
         mix = tuple(MixedSource(name=name, **_given(values, f"data.mix.{name}")) for name in named)
         tables["data"] = replace(tables["data"], mix=mix)

@@ -37,9 +37,9 @@ def read_by(*kinds: str) -> dict[str, Any]:
     return {"read_by": kinds}
 
 
-def later(capability: str, but: tuple[Any, ...] = ()) -> dict[str, Any]:
-    """Metadata of a key whose capability is not built yet: any value but the default, and those of `but`, is refused by name."""
-    return {"later": capability, "built": but}
+def later(capability: str) -> dict[str, Any]:
+    """Metadata of a key whose capability is not built yet: any value but the default is refused by name."""
+    return {"later": capability}
 
 
 def within(

@@ -163,7 +163,7 @@ class Key:
     def refusal(self, value: Any) -> str | None:
         """The sentence that refuses a value whose capability is not built yet; None for any other value."""
         capability = self.metadata.get("later")
-        if capability is not None and value not in (self.default, *self.metadata.get("built", ())):
+        if capability is not None and value != self.default:
             remedy = "remove it" if self.default is None else f"remove it or set it to {toml(self.default)}"
             return f"{self.path} = {quote(value)} asks for {capability}, which is not built yet: {remedy}."
         return None

@@ -215,6 +215,34 @@ class Memory:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Kubernetes:
+    """The pods of `launcher = "kubernetes"`, one per node."""
+
+    image: str | None = None
+    """Container image with Phalanx, the same version as the command's. Required."""
+    kind: Literal["job", "jobset", "rayjob"] = "job"
+    """What runs the pods: an Indexed Job, a JobSet (jobset.x-k8s.io), or KubeRay's RayJob (ray.io)."""
+    namespace: str | None = None
+    """Default: the one of the kubeconfig context."""
+    context: str | None = None
+    """Context of the kubeconfig. Default: the current one."""
+    resources: tuple[str, ...] = ()
+    """Limits of each pod, such as ["nvidia.com/gpu=8", "cpu=64", "memory=1000Gi"]."""
+    volume: str | None = None
+    """PersistentVolumeClaim (ReadWriteMany) that holds the run directory. Default: none; then `checkpoint.url` is required."""
+    mount: str = "/run/phalanx/shared"
+    """Path of `volume` in the pods."""
+    secret: str | None = None
+    """Secret whose entries become environment variables of the pods, such as AWS_ACCESS_KEY_ID."""
+    service_account: str | None = None
+    """Service account of the pods. Default: one is created with the rights that they need."""
+    node_selector: tuple[str, ...] = ()
+    """Labels that hosts must have, such as ["pool=h100"]."""
+    pod: str | None = None
+    """YAML file with more fields of the pods' spec, such as tolerations or priorityClassName, merged into it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Cluster:
     """The machines. Default: this machine, with all its GPUs, or its cores if it has none."""
 
@@ -232,9 +260,7 @@ class Cluster:
     """Ports that agents and replica servers listen on, such as "40000-40100", for hosts behind a firewall; three for each node. gloo and NCCL take theirs from the host's net.ipv4.ip_local_port_range."""
     min_speed: float = field(default=0.5, metadata=within(0.0, 1.0))
     """Part of the usual speed of links and devices that each host must reach in the check before the first step. A slower host is left out, or the run refused. 0: any speed will do."""
-    launcher: Literal["local", "ssh", "ray", "slurm", "kubernetes"] = field(
-        default="local", metadata=later("launching through Kubernetes", but=("ssh", "slurm", "ray"))
-    )
+    launcher: Literal["local", "ssh", "ray", "slurm", "kubernetes"] = "local"
     """What starts the workers. torchrun needs no key: start `torchrun -m phalanx train …`."""
     hosts: str | None = None
     """launcher = "ssh": a file with one host per line, on all of which the run trains."""
@@ -256,6 +282,8 @@ class Cluster:
     """Catalogue name of the node type. Default: the usual one for the GPU."""
     network: str | None = None
     """Catalogue name of the network between nodes. Default: the usual one for the node."""
+    kubernetes: Kubernetes = field(default_factory=Kubernetes)
+    """launcher = "kubernetes": the pods."""
 
     @property
     def port_range(self) -> range | None:

@@ -171,7 +171,7 @@ def test_invalid_keys_are_refused(refuse: Refuse, case: str) -> None:
 @pytest.mark.parametrize(
     "override",
     [
-        "cluster.launcher=kubernetes", "watch.page=true",
+        "watch.page=true",
     ],
 )  # fmt: skip
 def test_key_that_is_not_implemented_is_refused(refuse: Refuse, override: str) -> None:

@@ -26,6 +26,7 @@ from phalanx.events.records import (
     Stopped,
     WorkerStarted,
 )
+from phalanx.events.rundir import RunDir
 from phalanx.launch.slurm import SlurmJob
 from phalanx.spec.errors import RunError
 
@@ -232,8 +233,8 @@ def test_plan_for_the_nodes_of_slurm(tmp_path: Path, slurm: Slurm) -> None:
 def test_follower_ends_when_slurm_is_gone(tmp_path: Path, slurm: Slurm, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_CONF", slurm.env["SLURM_CONF"])
     with pytest.raises(RunError, match="Slurm does not know job 77 any more"):
-        SlurmJob("77").ended()
+        SlurmJob("77", RunDir(tmp_path)).ended()
     slurm.kill("slurmctld")
-    assert SlurmJob("77").ended() is None, "it may come back"
+    assert SlurmJob("77", RunDir(tmp_path)).ended() is None, "it may come back"
     with pytest.raises(RunError, match="Slurm has not answered for"):
-        SlurmJob("77", patience=0.0).ended()
+        SlurmJob("77", RunDir(tmp_path), patience=0.0).ended()

@@ -19,8 +19,8 @@ from phalanx.checkpointing.replicas.shm_slots import default_root
 from phalanx.control.protocol import AgentSettings
 from phalanx.events.records import Step
 from phalanx.host.env import python_env
+from phalanx.host.host_report import HostQuestion, HostReport, report
 from phalanx.launch.host_group import HostGroup
-from phalanx.launch.host_report import HostQuestion, HostReport, report
 from phalanx.launch.job import Job
 from phalanx.launch.launcher import StartedAgent
 from phalanx.launch.prepare import Request, prepare

@@ -77,7 +77,7 @@ def draw_run(draw: random.Random) -> Run:
     keys = [
         key for key in KEYS.values() if "later" not in key.metadata and key.path != "model.preset" and key.table != "command"
     ]
-    for key in draw.sample(keys, 16):
+    for key in draw.sample(keys, 18):
         candidate = put(run, key.path.replace("*", draw.choice(["wiki", "code-2"])).split("."), draw_value(draw, key))
         run = candidate if not check(candidate) else run
     if run.model.preset is None and draw.random() < 0.3:
@@ -88,8 +88,8 @@ def draw_run(draw: random.Random) -> Run:
 
 
 def test_many_runs_read_back() -> None:
-    draw = random.Random(6)
-    runs = [draw_run(draw) for _ in range(80)]
+    draw = random.Random(4)
+    runs = [draw_run(draw) for _ in range(150)]
     assert len(set(runs)) == len(runs)
     drawn = [
         sum(bool(getattr(run.model, name)) for run in runs)

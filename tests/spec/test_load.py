@@ -168,27 +168,17 @@ MISTAKES = {
     "zero stage": (GOOD, ["layout.zero=4"], [("layout.zero = 4", "between 1 and 3")]),
     "negative size": (GOOD, ["model.dim=-64"], [("model.dim = -64", "at least 1")]),
     # What is not built yet.
-    "later choice": (
-        GOOD + "[cluster]\nlauncher = 'kubernetes'\n",
-        [],
-        [
-            (
-                'run.toml:5: cluster.launcher = "kubernetes" asks for launching through Kubernetes, which is not built yet: '
-                'remove it or set it to "local".',
-            )
-        ],
-    ),
     "later switch": (
-        GOOD,
-        ["watch.page=true"],
-        [("watch.page = true asks for the live page", "not built yet: remove it")],
+        GOOD + "[watch]\npage = true\n",
+        [],
+        [("run.toml:5: watch.page = true asks for the live page, which is not built yet: remove it or set it to false.",)],
     ),
     "later beside a conflict": (
-        GOOD + "[layout]\ntensor = 3\n[cluster]\nlauncher = 'kubernetes'\n",
+        GOOD + "[layout]\ntensor = 3\n[watch]\npage = true\n",
         [],
         [
             ("run.toml:5: ", "layout.tensor = 3 does not divide model.heads = 4", "set it to 2 or 4"),
-            ("run.toml:7: ", "launching through Kubernetes"),
+            ("run.toml:7: ", "the live page"),
         ],
     ),
     # Presets.
