@@ -74,7 +74,8 @@ def the_problem(report: HealthReport, *parts: str) -> None:
 def test_health_check_of_this_machine(tmp_path: Path) -> None:
     report = examine(tmp_path, probe(""))
     assert not any("torch" in problem for problem in report.problems)
-    assert report.torch["version"] == report.packages["torch"]
+    imported, installed = report.torch["version"], report.packages["torch"]
+    assert imported.partition("+")[0] == installed.partition("+")[0]  # "+cu130" is not always in both
     assert report.torch["gloo"] is True
     assert report.write_speed is not None and report.write_speed > 0
     assert list(tmp_path.iterdir()) == []  # the test file is gone
