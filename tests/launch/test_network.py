@@ -16,7 +16,7 @@ import pytest
 from strangers import leaks
 
 from phalanx.checkpointing.replicas.shm_slots import default_root
-from phalanx.control.protocol import AgentSettings
+from phalanx.control.protocol import RESUMABLE, AgentSettings
 from phalanx.events.records import Step
 from phalanx.host.env import python_env
 from phalanx.host.host_report import HostQuestion, HostReport, report
@@ -78,14 +78,16 @@ def test_run_keeps_to_its_ports_and_its_token_to_itself(tmp_path: Path) -> None:
     ports = free_ports(5)
     text = RUN.replace("{cluster}", f'nodes = 2\nports = "{ports[0]}-{ports[-1]}"')
     with socket.create_server(("127.0.0.1", ports[1])):  # in use by another program
-        running = Job(prepare(loads(text), "run", Request(directory=tmp_path / "run")))
+        endless = loads(text, overrides=["train.steps=1000000"])
+        running = Job(prepare(endless, "run", Request(directory=tmp_path / "run")))
         token, found, shown = running._settings.token, {}, []
         for event in running.events():
             if isinstance(event, Step) and event.step == 2:
                 pids = [child.pid for child in psutil.Process().children(recursive=True)]
                 found = listeners(pids)
                 shown = leaks(token, [os.getpid(), *pids], [tmp_path, default_root()])
-    assert running.exit_code == 0
+                running.stop()
+    assert running.exit_code == RESUMABLE
     ours = {port for (_, port), command in found.items() if "agent" in command or "replica_server" in command}
     assert ours == set(ports) - {ports[1]}
     assert {address for address, _ in found} == {"127.0.0.1"}
