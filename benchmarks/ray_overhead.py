@@ -18,22 +18,41 @@ import time
 from pathlib import Path
 from statistics import median
 
-from common import RUN, machine_load, train_command
+from common import machine_load, train_command
 
 ALONE = "PHALANX_BENCHMARK_ALONE"
 OWN = 'ip link set lo up; mount -t tmpfs tmpfs /dev/shm; mkdir -p /tmp/ray; mount -t tmpfs tmpfs /tmp/ray; exec "$@"'
 WARM_UP = 20
+RUN = """
+[model]
+dim = 64
+layers = 2
+heads = 2
+kv_heads = 2
+[data]
+eval_fraction = 0.0
+[train]
+batch = {batch}
+micro_batch = 1
+sequence_length = 64
+steps = {steps}
+[layout]
+data = {ranks}
+[cluster]
+device = "cpu"
+threads = 1
+"""
 SPREAD = 0.05  # difference of the quartiles of the ratios up to which their median is a figure
 OBJECT_STORE = {"object_store_memory": 100 << 20}
 
 
-def train(folder: Path, name: str, settings: list[str], address: str | None) -> tuple[float, float]:
+def train(folder: Path, name: str, address: str | None) -> tuple[float, float]:
     """Median seconds of a step, and seconds from the command to the end of the first."""
     on = ["--on", "ray"] if address is not None else []
     environment = os.environ | ({} if address is None else {"RAY_ADDRESS": address})
     begin = time.time()
     done = subprocess.run(
-        [*train_command(folder / "run.toml", folder / name, settings), *on], env=environment, capture_output=True, text=True
+        [*train_command(folder / "run.toml", folder / name), *on], env=environment, capture_output=True, text=True
     )
     if done.returncode:
         raise SystemExit(f"{name} ended with exit code {done.returncode}:\n{done.stderr[-3000:]}")
@@ -61,14 +80,13 @@ def main() -> None:
         cluster.add_node(num_cpus=args.ranks, wait=False, **OBJECT_STORE)
     cluster.wait_for_nodes(120)
     ratios, starts = [], []
-    settings = [f"train.steps={args.steps}", f"layout.data={args.ranks}", "cluster.threads=1", 'cluster.device="cpu"']
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        (folder / "run.toml").write_text(RUN.format(batch=8 * args.ranks, optimizer="", layout=""))
+        (folder / "run.toml").write_text(RUN.format(batch=2 * args.ranks, steps=args.steps, ranks=args.ranks))
         for pair in range(args.pairs + 1):
             jobs = {"local": None, "ray": cluster.address}
             order = list(jobs) if pair % 2 else list(jobs)[::-1]
-            found = {job: train(folder, f"{job}-{pair}", settings, jobs[job]) for job in order}
+            found = {job: train(folder, f"{job}-{pair}", jobs[job]) for job in order}
             if pair == 0:
                 continue  # Ray starts workers of its own, and files are read for the first time
             (local, local_start), (ray, ray_start) = found["local"], found["ray"]
