@@ -83,9 +83,14 @@ def train(
         )
     if run.cluster.launcher in ("slurm", "kubernetes"):
         raise typer.Exit(_train_as_job(run, run_file.stem, request, chaos, dry_run=dry_run, json=json))
+    raise typer.Exit(_train(run, run_file.stem, request, chaos, json=json))
+
+
+def _train(run: Run, name: str, request: Request, chaos: str, *, json: bool) -> int:
+    """Trains with this process as the launcher; returns the exit code."""
     faults = parse(chaos)  # reports errors before anything starts
     with tokenizing(console) as progress:
-        prepared = prepare(run, run_file.stem, request, progress=progress)
+        prepared = prepare(run, name, request, progress=progress)
     try:
         fault_text = _drawn_faults(faults, prepared)
     except RunError:
@@ -98,10 +103,10 @@ def train(
         print(f"error: {failure}", file=sys.stderr)
     summary = print_summary(prepared.rundir)
     if job.exit_code == RESUMABLE:
-        again = f"with --run-dir {prepared.rundir.path} instead of --fresh" if fresh else "again"
+        again = f"with --run-dir {prepared.rundir.path} instead of --fresh" if request.fresh else "again"
         console.print(f"Stopped and saved. To resume, run the same command {again}.", style="yellow", soft_wrap=True)
     finish(json, summary.to_json(prepared.rundir.path) | ({"error": [job.failure.reason]} if job.failure else {}))
-    raise typer.Exit(job.exit_code or 0)
+    return job.exit_code or 0
 
 
 def _drawn_faults(faults: tuple[Fault, ...], prepared: Prepared) -> str:

@@ -81,13 +81,16 @@ def encode(value: Any) -> Any:
 def decode(value: Any) -> Any:
     """Undo `encode`. Tuples come back as lists, and keys as text."""
     if isinstance(value, dict):
-        table = {key: decode(inner) for key, inner in value.items()}
+        # No call for each number: there are thousands of messages a second, most of them heartbeats.
+        table = {key: decode(inner) if isinstance(inner, dict | list) else inner for key, inner in value.items()}
         make = MESSAGES.get(table.get("message", ""))
         if make is None:
             return table
         del table["message"]
         return make(**table)
-    return [decode(inner) for inner in value] if isinstance(value, list) else value
+    if isinstance(value, list):
+        return [decode(inner) if isinstance(inner, dict | list) else inner for inner in value]
+    return value
 
 
 # --- values inside messages -----------------------------------------------------------------------------------------

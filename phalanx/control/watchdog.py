@@ -144,7 +144,8 @@ class HangDetector:
             return
         if generation.number != self._generation:
             self._start(generation)
-        beats = {rank: beat for rank, beat in generation.beats.items() if rank in generation.living}
+        living = set(generation.living)
+        beats = {rank: beat for rank, beat in generation.beats.items() if rank in living}
         for rank, beat in beats.items():
             self._timeouts.observe(rank, beat)
         self._check_stragglers(generation, beats)

@@ -107,3 +107,16 @@ def test_too_many_ranks_for_the_gpus_is_refused(tmp_path: Path, gpu_environment:
     done = subprocess.run(words, capture_output=True, text=True, timeout=60, env=gpu_environment)
     assert done.returncode == 2
     assert "4 ranks" in done.stderr and 'cluster.device = "cpu"' in done.stderr
+
+
+def test_the_check_before_the_first_step_knows_a_gpu_that_computes_wrongly(gpu_environment: dict[str, str]) -> None:
+    program = """
+import torch
+from phalanx.worker.compute_check import check
+for dtype in (torch.bfloat16, torch.float32):
+    result = check(torch.device("cuda", 0), dtype)
+    assert (result.wrong, result.problem) == (0, None) and result.flops > 1e12, result
+    assert check(torch.device("cuda", 0), dtype, wrong=True).wrong == 1
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300, env=gpu_environment)
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -75,7 +75,7 @@ def free_ports(count: int) -> range:
 
 
 def test_run_keeps_to_its_ports_and_its_token_to_itself(tmp_path: Path) -> None:
-    ports = free_ports(5)
+    ports = free_ports(7)
     text = RUN.replace("{cluster}", f'nodes = 2\nports = "{ports[0]}-{ports[-1]}"')
     with socket.create_server(("127.0.0.1", ports[1])):  # in use by another program
         endless = loads(text, overrides=["train.steps=1000000"])
@@ -89,18 +89,18 @@ def test_run_keeps_to_its_ports_and_its_token_to_itself(tmp_path: Path) -> None:
                 running.stop()
     assert running.exit_code == RESUMABLE
     ours = {port for (_, port), command in found.items() if "agent" in command or "replica_server" in command}
-    assert ours == set(ports) - {ports[1]}
+    assert len(ours) == 4 and ours <= set(ports) - {ports[1]}
     assert {address for address, _ in found} == {"127.0.0.1"}
     assert shown == [] and leaks(token, [], [tmp_path]) == []
 
 
 def test_ports_that_are_taken_are_counted_before_the_start() -> None:
-    ports = free_ports(4)
+    ports = free_ports(6)
     run = loads(RUN.replace("{cluster}", f'nodes = 2\nports = "{ports[0]}-{ports[-1]}"'))
     assert address_problems(run) == []
     with socket.create_server(("127.0.0.1", ports[2])):
         (problem,) = address_problems(run)
-    assert f'cluster.ports = "{ports[0]}-{ports[-1]}": the run needs 4 free ports' in problem and "widen the range" in problem
+    assert f'cluster.ports = "{ports[0]}-{ports[-1]}": the run needs 6 free ports' in problem and "widen the range" in problem
 
 
 def test_settings_of_phalanx_node_are_private(tmp_path: Path) -> None:
