@@ -346,6 +346,7 @@ def measure(nodes: int, slots: int, lost: int, processes: int, steady: float = S
         try:
             result: dict[str, Any] = {"nodes": nodes, "ranks": (nodes - lost) * slots}
             result["start"] = began(cluster, (nodes - lost) * slots)
+            print(f"{nodes} nodes have begun within {result['start']:.1f} s", file=sys.stderr, flush=True)
             before = cluster.usage()
             time.sleep(steady)
             after = cluster.usage()
@@ -364,6 +365,7 @@ def measure(nodes: int, slots: int, lost: int, processes: int, steady: float = S
                 noticed = [event for event in events if isinstance(event, FailureNoticed)]
                 recovered = events[-1]
                 assert isinstance(recovered, Recovered)
+                print(f"{word}: recovered", file=sys.stderr, flush=True)
                 result[word] = {
                     "nodes noticed": len({event.node for event in noticed}),
                     "action": recovered.action,
