@@ -209,8 +209,6 @@ class Controller(Control):
                 self.check_silent_nodes()
         finally:
             heartbeats.cancel()
-            for store in self.agent.stores.values():
-                store.end("this generation is over: another node decides now")
             for member in self.state.members.values():
                 if member.channel is not None and self._deposed:
                     member.channel.close()

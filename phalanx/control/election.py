@@ -184,6 +184,9 @@ class LeaderClient:
         lost: set[str] = set()
         while self._agent.outcome is None:
             term, author = self._registry.newest()
+            if author != self._agent.name:  # if it is, but does not hold its term now, it may lead its generation again
+                for store in self._agent.stores.values():
+                    store.end("this generation is over: another node decides now")
             if author == self._agent.name:
                 if self._registry.holds(term, author):
                     await self._lead(term)

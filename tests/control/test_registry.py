@@ -20,6 +20,7 @@ import pytest
 from phalanx.control.election import LeaderClient, RecordQueue
 from phalanx.control.protocol import NodeInfo, Record
 from phalanx.control.registry import FolderRegistry
+from phalanx.control.store_server import KeyValueStore
 from phalanx.events.rundir import RunDir
 from phalanx.host.env import python_env
 from phalanx.spec.run import Resilience
@@ -190,6 +191,7 @@ def test_node_that_is_ready_first_does_not_sleep_while_node_0_claims(tmp_path: P
         node=1,
         token="t",
         outcome=None,
+        stores={},
         run=SimpleNamespace(resilience=Resilience()),
         reachable=lambda _: True,
     )
@@ -222,6 +224,7 @@ def test_node_that_cannot_claim_follows_the_author_again(tmp_path: Path) -> None
         node=1,
         token="t",
         outcome=None,
+        stores={},
         run=SimpleNamespace(resilience=Resilience()),
         reachable=lambda _: True,
     )
@@ -252,11 +255,45 @@ def test_node_that_cannot_claim_follows_the_author_again(tmp_path: Path) -> None
     assert asked == [0, 0, 0]
 
 
+def test_author_that_is_cut_off_from_the_registry_keeps_its_generation(tmp_path: Path) -> None:
+    """It may lead again, and ranks use the store of their generation when they save. If another node leads, they must learn that."""
+    agent: Any = SimpleNamespace(
+        name="0-a1", node=0, outcome=None, stores={0: KeyValueStore()}, records=RecordQueue(), token="t"
+    )
+    agent.run, agent.reachable = SimpleNamespace(resilience=Resilience()), lambda _: True
+    seen: list[str] = []
+
+    class Unreachable(FolderRegistry):
+        def holds(self, term: int, author: str) -> bool:
+            answer = agent.stores[0].now({"op": "count"})
+            seen.append("over" if "over" in answer else "open")
+            if len(seen) == 3:
+                (self.folder / "term-00002").symlink_to("1-b2")
+            return False
+
+        def info(self, node: int) -> NodeInfo | None:
+            agent.outcome = "done"
+            return None
+
+    async def lead(term: int) -> None:
+        raise AssertionError("it does not know whether it leads")
+
+    async def scenario() -> None:
+        async with asyncio.timeout(60):
+            await LeaderClient(agent, lead).follow()
+
+    agent.registry = Unreachable(RunDir(tmp_path))
+    claim(registry(tmp_path), 1, "0-a1")
+    asyncio.run(scenario())
+    assert seen == ["open"] * 3 and "over" in agent.stores[0].now({"op": "count"})
+
+
 FULL = """
 import asyncio, os, subprocess, sys
 from pathlib import Path
 from phalanx.control.protocol import NodeInfo
 from phalanx.control.registry import FolderRegistry
+from phalanx.control.store_server import KeyValueStore
 from phalanx.events.rundir import RunDir
 folder = Path(sys.argv[1])
 subprocess.run(["mount", "-t", "tmpfs", "-o", "size=128k", "none", folder], check=True)
