@@ -246,7 +246,8 @@ async def _start(control: Control, replanner: Replanner) -> None:
     await control.until(lambda: others <= state.members.keys(), _SPARES_TIMEOUT)
     events = await agent.registry.history()
     unrecovered = _read_history(control, events)
-    agent.emit(ControllerChanged(term=control.term, node=agent.node))
+    if newest.term != control.term:  # else this node was only cut off from the registry for a while
+        agent.emit(ControllerChanged(term=control.term, node=agent.node))
     _take_over(control, newest, events)
     if state.events and unrecovered:  # the previous controller had begun to recover from them
         state.recovery = RecoveryRecord(unrecovered[0].time, [event.number for event in unrecovered])
