@@ -81,7 +81,11 @@ class Hosts:
 
     def inside(self, host: int) -> list[str]:
         """As `prefix`, with everything shared but /dev/shm. Not `ip netns exec`: it hides /sys/fs/cgroup, which slurmd needs."""
-        own = f'hostname h{host} && mount -t tmpfs -o size=1g tmpfs /dev/shm && exec "$@"'
+        names = "".join(f"{self.address(other)} h{other}\\n" for other in range(self.count))
+        own = (
+            f"hostname h{host} && mount -t tmpfs -o size=1g tmpfs /dev/shm && cp /etc/hosts /dev/shm/.hosts && "
+            f"printf '{names}' >> /dev/shm/.hosts && mount --bind /dev/shm/.hosts /etc/hosts && exec \"$@\""
+        )
         return [*self._nsenter(host), "unshare", "--uts", "--mount", "sh", "-c", own, "sh"]
 
     @property
