@@ -15,6 +15,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -243,7 +244,7 @@ class Agent(NodeServices):
                 for worker in self._workers_of(order.generation):
                     worker.send(order)
             case protocol.HandOff():
-                for worker in self._workers_of(order.generation, order.contributors):
+                for worker in self._workers_of(order.generation, set(order.contributors)):
                     worker.send(order)
             case protocol.Kill():
                 for worker in self._workers_of(order.generation, order.ranks):
@@ -262,7 +263,7 @@ class Agent(NodeServices):
             case protocol.Done():
                 self.finish(order.outcome)
 
-    def _workers_of(self, generation: int, ranks: list[int] | None = None) -> list[Worker]:
+    def _workers_of(self, generation: int, ranks: Collection[int] | None = None) -> list[Worker]:
         return [
             worker
             for worker in self.workers.values()

@@ -60,6 +60,10 @@ class Controller(Control):
 
     def receive(self, node: int, report: protocol.Report, channel: Channel | None = None) -> None:
         """Handle one report of a node."""
+        if isinstance(report, protocol.Reports):
+            for inner in report.reports:
+                self.receive(node, inner)
+            return
         if isinstance(report, protocol.Join):
             self._on_join(report, channel)
         elif node in self.state.members:

@@ -29,6 +29,7 @@ from phalanx.spec.plan import Plan
 
 _BEAT = 0.2  # seconds between two heartbeats of a node, if there are few
 _BEATS_PER_SECOND = 4000  # of all nodes, that a controller can easily receive
+_REPORT_DELAY = 25e-6  # seconds for each node: reports that come within this time are sent together
 _RETRY = 0.2  # seconds until an unreachable controller is tried again
 _CONNECT_TIMEOUT = 1.0  # seconds
 _TURN = 0.3  # seconds by which each node lets the one before it claim the next term first
@@ -168,11 +169,21 @@ class LeaderClient:
         node's end."""
         self._signs_of_life: dict[str, tuple[float, float]] = {}
         """Controller name to (touched time of its file, when that was first seen)."""
+        self._unsent: list[protocol.Report] = []
 
     def send(self, report: protocol.Report) -> None:
-        """Send a report to the controller, if there is a connection."""
-        if self._channel is not None:
-            self._channel.post(protocol.encode(report))
+        """Send a report to the controller, if there is a connection. What comes together is one message: the fewer of them a controller of
+        thousands of nodes receives, the sooner it decides."""
+        if self._channel is None:
+            return
+        self._unsent.append(report)
+        if len(self._unsent) == 1:
+            asyncio.get_running_loop().call_later(_REPORT_DELAY * self._agent.nodes, self._send_all)
+
+    def _send_all(self) -> None:
+        reports, self._unsent = self._unsent, []
+        if self._channel is not None and reports:
+            self._channel.post(protocol.encode(reports[0] if len(reports) == 1 else protocol.Reports(reports=reports)))
 
     def drop_link(self, node: int) -> None:
         """Injected fault: the connection to that node breaks."""
@@ -266,6 +277,7 @@ class LeaderClient:
             pass
         finally:
             self._agent.records.connect(None)
+            self._send_all()
             if channel is not self._refused:
                 channel.close()
             self._channel = None

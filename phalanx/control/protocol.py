@@ -20,27 +20,6 @@ from phalanx.spec.plan import Place, Plan, Promise
 
 RESUMABLE = 75  # exit code of a run that was asked to stop, has saved and can be resumed (EX_TEMPFAIL)
 
-# What the error of a rank says when another rank, or the generation, went away.
-_SECONDARY_ERRORS = (
-    "Connection closed by peer",
-    "Connection reset by peer",
-    "Broken pipe",
-    "Connection refused",
-    "Socket closed",
-    "NCCL communicator was aborted",
-    "Timed out waiting",
-    "unexpected EOF",
-    "Transport endpoint is not connected",
-    "Bad file descriptor",
-    " is over",  # "generation 3 is over"
-    "no longer, met here",
-)
-
-
-def is_secondary_error(reason: str) -> bool:
-    """Whether an error only says that another rank went away, and so explains nothing."""
-    return any(words in reason for words in _SECONDARY_ERRORS)
-
 
 def _place(*, store: list[Any] | None, **fields: Any) -> Place:
     return Place(store=None if store is None else (store[0], store[1]), **fields)
@@ -332,10 +311,15 @@ class HandOff(Order):
     """The contributors bring their state to the newest step and copy it into host memory for the next generation."""
 
     generation: int
-    contributors: list[int]
+    spans: list[list[int]]
+    """The contributors, which are nearly all ranks: first and last of those that follow each other."""
     newest: SurvivorReport
     """Of a rank that has applied the step, with what the others need to apply it. This rank writes step records which may have been
     lost with rank 0."""
+
+    @property
+    def contributors(self) -> list[int]:
+        return [rank for first, last in self.spans for rank in range(first, last + 1)]
 
 
 class Pause(Order):
@@ -577,6 +561,12 @@ class Record(Message):
     """Only if there is no record of that step."""
 
 
+class Reports(Message):
+    """Reports of a node that came together, in their order: thousands of ranks report at the same moment."""
+
+    reports: list[Any]
+
+
 class ReplicaServerMoved(Message):
     """The node's replica server was restarted and listens elsewhere."""
 
@@ -592,6 +582,7 @@ Report = (
     | RankDied
     | Beats
     | Record
+    | Reports
     | ReplicaServerMoved
     | Leave
     | Stop

@@ -199,13 +199,24 @@ class Recovery:
         if not generation.covers_all_stages(contributors):
             return None
         generation.handed_off.clear()
-        self._control.order(protocol.HandOff(generation=generation.number, contributors=contributors, newest=newest))
+        self._control.order(protocol.HandOff(generation=generation.number, spans=_spans(contributors), newest=newest))
         done = await self._control.until(
             lambda: bool(state.events) or all(rank in generation.handed_off for rank in contributors), _HAND_OFF_TIMEOUT
         )
         if not done or state.events or not all(generation.handed_off[rank].covered for rank in contributors):
             return None
         return newest.rewinds, step, len(contributors)
+
+
+def _spans(ranks: list[int]) -> list[list[int]]:
+    """First and last of those that follow each other."""
+    spans: list[list[int]] = []
+    for rank in ranks:
+        if spans and spans[-1][1] == rank - 1:
+            spans[-1][1] = rank
+        else:
+            spans.append([rank, rank])
+    return spans
 
 
 def _rewinds(state: replica_index.ReplicaState) -> int:

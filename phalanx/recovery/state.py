@@ -10,6 +10,27 @@ from typing import Literal, TypeAlias
 from phalanx.spec.layout import Layout
 from phalanx.spec.run import Resilience
 
+# What the error of a rank says when another rank, or the generation, went away.
+_SECONDARY_ERRORS = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "Connection refused",
+    "Socket closed",
+    "NCCL communicator was aborted",
+    "Timed out waiting",
+    "unexpected EOF",
+    "Transport endpoint is not connected",
+    "Bad file descriptor",
+    " is over",  # "generation 3 is over"
+    "no longer, met here",
+)
+
+
+def is_secondary_error(reason: str) -> bool:
+    """Whether an error only says that another rank went away, and so explains nothing."""
+    return any(words in reason for words in _SECONDARY_ERRORS)
+
 
 @dataclass(frozen=True, slots=True)
 class Failure:

@@ -26,6 +26,7 @@ from phalanx.events.records import WorkerStarted, encode
 from phalanx.events.rundir import RunDir
 from phalanx.host.env import ProgramRank, rank_environment
 from phalanx.host.process_tree import STOP_SIGNALS, die_with, kill_session, outlive_parent
+from phalanx.recovery.state import is_secondary_error
 from phalanx.spec.run import Run
 
 _POLL = 0.1  # seconds between two looks at the program
@@ -203,7 +204,7 @@ class CommandRank:
         elif code == 0:
             self._heartbeat.enter("ending")
             self._report(protocol.RankEnded(generation=generation, code=0))
-        elif code is not None and code > 0 and protocol.is_secondary_error(last := self._last_output()):
+        elif code is not None and code > 0 and is_secondary_error(last := self._last_output()):
             self._report(protocol.ConnectionLost(generation=generation, reason=_last_line(last)))
         else:
             assert code is not None

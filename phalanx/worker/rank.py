@@ -37,6 +37,7 @@ from phalanx.events.rundir import RunDir, replace_file
 from phalanx.faults.grammar import parse
 from phalanx.parallel.mesh import Mesh, abandoned, connect, disconnect
 from phalanx.recovery.diagnose import HangReport
+from phalanx.recovery.state import is_secondary_error
 from phalanx.spec.errors import PhalanxError
 from phalanx.spec.plan import Place, Plan
 from phalanx.spec.run import Run
@@ -197,7 +198,7 @@ class Rank(RankProgram):
                     )
                 )
                 return None
-            if not isinstance(error, RuntimeError | ConnectionError) or not protocol.is_secondary_error(str(error)):
+            if not isinstance(error, RuntimeError | ConnectionError) or not is_secondary_error(str(error)):
                 raise
             # A rank or a connection was lost; the controller knows which, or will find out.
             control.report(protocol.ConnectionLost(generation=generation, reason=f"{type(error).__name__}: {error}"))
@@ -429,7 +430,7 @@ def hand_off(trainer: Trainer, contributors: list[int]) -> bool:
     Returns False, and writes nothing, if the contributors lack tensors of this rank's pipeline rank.
     """
     mesh = trainer.mesh
-    mesh.mark_lost(rank for rank in range(mesh.ranks) if rank not in contributors)
+    mesh.mark_lost(set(range(mesh.ranks)).difference(contributors))
     tensors = trainer.tensors()
     if not all(mesh.covers(*replicas.key) for replicas in {tensor.replicas for tensor in tensors.values()}):
         return False

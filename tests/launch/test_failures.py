@@ -21,10 +21,10 @@ import psutil
 import pytest
 from commands import cmdline, has_mapped
 
-from phalanx.control.protocol import is_secondary_error
 from phalanx.control.watchdog import describe_exit
 from phalanx.events.records import FailureNoticed, Saved, Step, StepSkipped, WorkerFailed, WorkerStarted
 from phalanx.events.rundir import RunDir
+from phalanx.recovery.state import is_secondary_error
 
 LONG = ("tiny.toml", "train.steps=5000", "checkpoint.every=5000", "train.eval_every=5000", "watch.log_every=1000")
 TRACEBACK = "Traceback (most recent call last)"
