@@ -4,7 +4,8 @@ connections, beat, lose nodes and recover.
     python benchmarks/many_nodes.py [--nodes 2048] [--ranks-per-node 8] [--lost 10] [--processes 4]
 
 Reports CPU time and messages of the controller per second while the run is steady, and for each loss the seconds until the controller has
-noticed it, decided, and all ranks of the next generation have begun. `lost`: connections end, as when processes die. `silent`: the nodes just say nothing
+noticed it, decided, and all ranks of the next generation have begun; and how long the controller, and the processes of the agents, were busy
+at most without a look at their connections. `lost`: connections end, as when processes die. `silent`: the nodes just say nothing
 more, as behind a cut link. There is a spare for the first loss; after the second, the run shrinks.
 """
 
@@ -27,7 +28,7 @@ from typing import Any
 from phalanx.control import protocol
 from phalanx.control.channel import MAX_UNAUTHENTICATED, Channel, Listener
 from phalanx.control.controller import Controller
-from phalanx.control.election import LeaderClient, NodeServices, beat_seconds
+from phalanx.control.election import LeaderClient, NodeServices, beat_seconds, rank_beat_seconds
 from phalanx.control.recover import Replanner
 from phalanx.events.heartbeat import Beat
 from phalanx.events.log import EventReader
@@ -94,6 +95,7 @@ class LightAgent(NodeServices):
         self.last_begin: protocol.BeginGeneration | None = None
         self.count: Counter[str] = Counter()
         self.silent = False
+        self._told_ranks = 0.0
         self._own: list[asyncio.Task[Any]] = []
 
     async def live(self) -> None:
@@ -159,8 +161,11 @@ class LightAgent(NodeServices):
         while True:
             age = (time.monotonic() - self._began) % _STEP_SECONDS
             beat = Beat(self._step, "computing", age, _STEP_SECONDS, 0.5, self._step, self._generation)
-            self.report(protocol.Beats(beats={str(rank): beat for rank in self._ranks}))
-            await asyncio.sleep(beat_seconds(self.nodes, self.run.resilience.heartbeat))
+            heartbeat, now = self.run.resilience.heartbeat, time.monotonic()
+            with_ranks = now >= self._told_ranks + rank_beat_seconds(self.nodes, self.slots, heartbeat)
+            self._told_ranks = now if with_ranks else self._told_ranks
+            self.report(protocol.Beats(beats={str(rank): beat for rank in self._ranks} if with_ranks else {}))
+            await asyncio.sleep(beat_seconds(self.nodes, heartbeat))
 
     def drop_link(self, node: int) -> None: ...
 
@@ -220,6 +225,24 @@ def settings_of(folder: Path, node: int, nodes: int, slots: int) -> protocol.Age
     )
 
 
+class Pauses:
+    """How long this process was busy at most, without a look at its connections, since the last question."""
+
+    def __init__(self) -> None:
+        self._longest = 0.0
+        self.task = asyncio.create_task(self._watch())
+
+    async def _watch(self) -> None:
+        while True:
+            before = time.monotonic()
+            await asyncio.sleep(0.01)
+            self._longest = max(self._longest, time.monotonic() - before - 0.01)
+
+    def longest(self) -> float:
+        longest, self._longest = self._longest, 0.0
+        return longest
+
+
 async def serve(folder: Path, first: int, last: int, nodes: int, slots: int) -> None:
     """Run these nodes. Commands come on standard input: `lose 3 4`, `silence 3 4`, `usage`."""
     loop, commands = asyncio.get_running_loop(), asyncio.StreamReader()
@@ -227,6 +250,7 @@ async def serve(folder: Path, first: int, last: int, nodes: int, slots: int) -> 
     agents = {node: LightAgent(settings_of(folder, node, nodes, slots)) for node in range(first, last)}
     for agent in agents.values():
         await agent.live()
+    pauses = Pauses()
     while line := (await commands.readline()).decode().split():
         word, chosen = line[0], [agents[int(node)] for node in line[1:] if int(node) in agents]
         for agent in chosen:
@@ -236,7 +260,8 @@ async def serve(folder: Path, first: int, last: int, nodes: int, slots: int) -> 
                 agent.silent = True
         if word == "usage":
             count = sum((agent.count for agent in agents.values()), Counter())
-            print(json.dumps({"cpu": time.process_time(), "time": time.monotonic(), "count": count}), flush=True)
+            told = {"cpu": time.process_time(), "time": time.monotonic(), "count": count, "pause": pauses.longest()}
+            print(json.dumps(told), flush=True)
     os._exit(0)
 
 
@@ -297,13 +322,14 @@ class ManyNodes:
                 process.stdin.flush()
 
     def usage(self) -> dict[str, Any]:
-        """CPU seconds and messages of the controller so far."""
-        controller = self.processes[0]
-        assert controller.stdin is not None and controller.stdout is not None
-        controller.stdin.write("usage\n")
-        controller.stdin.flush()
-        answer: dict[str, Any] = json.loads(controller.stdout.readline())
-        return answer
+        """CPU seconds and messages of the controller so far. Pauses of the controller, and of the processes of the agents, since the last
+        question."""
+        answers: list[dict[str, Any]] = []
+        self.tell("usage")
+        for process in self.processes:
+            assert process.stdout is not None
+            answers.append(json.loads(process.stdout.readline()))
+        return answers[0] | {"agents' pause": max((answer["pause"] for answer in answers[1:]), default=0.0)}
 
     def until(self, condition: Any, what: str, seconds: float = 300.0) -> list[Event]:
         """The new records up to the first that the condition holds for."""
@@ -354,6 +380,7 @@ def measure(nodes: int, slots: int, lost: int, processes: int, steady: float = S
             sent = {name: (after["count"][name] - before["count"].get(name, 0)) / seconds for name in after["count"]}
             result["steady"] = {
                 "controller CPU": (after["cpu"] - before["cpu"]) / seconds,
+                "longest pauses": [after["pause"], after["agents' pause"]],
                 "messages per second": {name: rate for name, rate in sent.items() if rate},
             }
             for number, word in enumerate(("lose", "silence")):
@@ -365,6 +392,7 @@ def measure(nodes: int, slots: int, lost: int, processes: int, steady: float = S
                 noticed = [event for event in events if isinstance(event, FailureNoticed)]
                 recovered = events[-1]
                 assert isinstance(recovered, Recovered)
+                used = cluster.usage()
                 print(f"{word}: recovered", file=sys.stderr, flush=True)
                 result[word] = {
                     "nodes noticed": len({event.node for event in noticed}),
@@ -373,6 +401,7 @@ def measure(nodes: int, slots: int, lost: int, processes: int, steady: float = S
                     "noticed after": recovered.noticed - begin,
                     "decided after notice": recovered.decided - recovered.noticed,
                     "begun after notice": recovered.first_step - recovered.noticed,
+                    "longest pauses": [used["pause"], used["agents' pause"]],
                 }
             return result
         finally:

@@ -23,7 +23,7 @@ from typing import Any
 from phalanx.control import protocol, store_server
 from phalanx.control.channel import MAX_UNAUTHENTICATED, Channel, Listener
 from phalanx.control.controller import Controller
-from phalanx.control.election import LeaderClient, NodeServices, beat_seconds, tell_launcher
+from phalanx.control.election import LeaderClient, NodeServices, beat_seconds, rank_beat_seconds, tell_launcher
 from phalanx.control.launcher_registry import LauncherRegistry
 from phalanx.control.node_check import NodeCheck
 from phalanx.control.node_faults import NodeFaults
@@ -185,9 +185,12 @@ class Agent(NodeServices):
     async def _send_beats(self) -> None:
         """Report the heartbeats of the ranks, which are also the heartbeat of the node."""
         seconds = beat_seconds(self.nodes, self.run.resilience.heartbeat)
+        of_ranks, due = rank_beat_seconds(self.nodes, self.slots, self.run.resilience.heartbeat), 0.0
         while True:
-            beats = self._beats()
-            self.report(protocol.Beats(beats=beats))
+            beats, now = self._beats(), time.monotonic()
+            with_ranks = now >= due
+            due = now + of_ranks - seconds / 2 if with_ranks else due
+            self.report(protocol.Beats(beats=beats if with_ranks else {}))
             self._faults.on_step(max((beat.step for beat in beats.values()), default=-1))
             await asyncio.sleep(seconds)
 

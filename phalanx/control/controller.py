@@ -158,10 +158,9 @@ class Controller(Control):
 
     def _on_beats(self, report: protocol.Beats) -> None:
         generation, now = self.state.generation, time.monotonic()
-        for rank, values in report.beats.items():
-            beat = Beat(*values)
-            if generation is not None and beat.generation == generation.number:
-                generation.beats[int(rank)] = beat._replace(since=now - beat.since)
+        for rank, (step, phase, age, seconds, busy, taken, number) in report.beats.items():
+            if generation is not None and number == generation.number:
+                generation.beats[int(rank)] = Beat(step, phase, now - age, seconds, busy, taken, number)
 
     def _on_rank_died(self, report: protocol.RankDied) -> None:
         generation = self.state.generation

@@ -84,6 +84,11 @@ class Generation:
     """Ranks that lost a connection, with their error."""
     corruption: protocol.ReplicasDiffer | None = None
     corruption_handled: bool = False
+    _ranks_on: dict[int, set[int]] = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for rank, node in enumerate(self.assignment):
+            self._ranks_on.setdefault(node, set()).add(rank)
 
     @property
     def ranks(self) -> int:
@@ -94,7 +99,7 @@ class Generation:
         return [rank for rank in range(self.ranks) if rank not in self.dead]
 
     def ranks_on(self, node: int) -> set[int]:
-        return {rank for rank, place in enumerate(self.assignment) if place == node}
+        return self._ranks_on.get(node, set())
 
     @property
     def step(self) -> int | None:

@@ -29,6 +29,8 @@ from phalanx.spec.plan import Plan
 
 _BEAT = 0.2  # seconds between two heartbeats of a node, if there are few
 _BEATS_PER_SECOND = 4000  # of all nodes, that a controller can easily receive
+_RANK_BEATS_PER_SECOND = 10_000  # of all ranks
+_MAX_RANK_BEAT = 2.0  # seconds between two heartbeats of each rank, at most
 _REPORT_DELAY = 25e-6  # seconds for each node: reports that come within this time are sent together
 _RETRY = 0.2  # seconds until an unreachable controller is tried again
 _CONNECT_TIMEOUT = 1.0  # seconds
@@ -41,6 +43,12 @@ _MAX_RECORDS = 10_000  # that wait for a controller; then the oldest are dropped
 def beat_seconds(nodes: int, heartbeat: float) -> float:
     """Seconds between two heartbeats of each node, and of the controller. `heartbeat`: after which a silent node counts as lost."""
     return max(_BEAT, min(nodes / _BEATS_PER_SECOND, heartbeat / 5))
+
+
+def rank_beat_seconds(nodes: int, ranks: int, heartbeat: float) -> float:
+    """Seconds between two heartbeats of each rank, of which a node has this many. They tell that a rank hangs: that takes longer to notice
+    than the loss of a node."""
+    return max(beat_seconds(nodes, heartbeat), min(nodes * ranks / _RANK_BEATS_PER_SECOND, _MAX_RANK_BEAT))
 
 
 def tell_launcher(message: protocol.Message) -> None:
@@ -214,9 +222,10 @@ class LeaderClient:
 
     async def _wait_for_turn(self, term: int, lost: set[str]) -> bool:
         """Let the living nodes with smaller numbers claim first; returns whether the term is still the newest then."""
-        announced = self._registry.announced()
-        living = sorted(node for node, info in announced.items() if info.name not in lost)
-        position = living.index(self._agent.node) if self._agent.node in living else len(living)
+        # Each looks at the few that are lost only: thousands of nodes do this at the same moment.
+        before = {node for name in lost if (node := int(name.partition("-")[0])) < self._agent.node}
+        gone = sum(1 for node in before if (info := self._registry.info(node)) is None or info.name in lost)
+        position = self._agent.node - gone
         first_term = term == 0 and self._agent.node
         deadline = time.monotonic() + _TURN * position + (_FIRST_TERM if first_term else 0.0)
         while (still := self._registry.newest()[0] == term) and (left := deadline - time.monotonic()) > 0:

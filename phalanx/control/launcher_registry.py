@@ -23,6 +23,7 @@ class LauncherRegistry:
         """`lease`: seconds without a word from the launcher after which this node must not lead."""
         self._send, self._lease, self._clock = send, lease, clock
         self._state, self._heard = _EMPTY, -float("inf")
+        self._nodes: dict[int, protocol.NodeInfo] = {}
         self._answer: asyncio.Future[protocol.TermClaimed] | None = None
         self._history: asyncio.Future[protocol.History] | None = None
 
@@ -32,6 +33,13 @@ class LauncherRegistry:
         match message:
             case protocol.RegistryState():
                 self._state = message
+                if message.all_nodes:
+                    self._nodes.clear()
+                for node, info in message.nodes.items():
+                    if info is not None:
+                        self._nodes[int(node)] = info
+                    else:
+                        self._nodes.pop(int(node), None)
             case protocol.TermClaimed() if self._answer is not None and not self._answer.done():
                 self._answer.set_result(message)
             case protocol.History() if self._history is not None and not self._history.done():
@@ -62,10 +70,10 @@ class LauncherRegistry:
         self._send(protocol.Announce(info=info))
 
     def info(self, node: int) -> protocol.NodeInfo | None:
-        return self._state.nodes.get(str(node))
+        return self._nodes.get(node)
 
     def announced(self) -> dict[int, protocol.NodeInfo]:
-        return {int(node): info for node, info in self._state.nodes.items()}
+        return dict(self._nodes)
 
     def touch(self, node: int) -> None:
         self._send(protocol.Touch())

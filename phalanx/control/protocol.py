@@ -230,7 +230,10 @@ class RegistryState(Message):
     author: str
     offered: int
     """The newest term that its author has offered; 0: none."""
-    nodes: dict[str, NodeInfo]
+    nodes: dict[str, NodeInfo | None]
+    """None: the node is gone."""
+    all_nodes: bool = True
+    """`nodes` are all of them; else those that have changed since the last message."""
     touches: int
     """Signs of life of the author so far."""
 

@@ -21,13 +21,16 @@ from typing import Protocol
 
 from phalanx.control.protocol import NodeInfo
 from phalanx.events.log import RecordWriter, launch_events
-from phalanx.events.records import Event
+from phalanx.events.records import Event, FailureNoticed, Finished, HostRejected, Recovered
 from phalanx.events.rundir import RunDir
 
 _NUMBER = r"([0-9]{5}|[1-9][0-9]{5,8})"  # one spelling for each number
 _TERM, _NODE = re.compile(f"term-{_NUMBER}"), re.compile(rf"node-{_NUMBER}\.json")
 _AUTHOR = re.compile(r"[A-Za-z0-9-]{1,50}")  # short enough to be stored inside the link's inode
 _MAX_NODE_FILE = 64 << 10  # bytes
+
+HISTORY = (FailureNoticed, Recovered, Finished, HostRejected)
+"""Records that a new controller needs, and the newest step."""
 
 
 class Registry(Protocol):
@@ -66,7 +69,7 @@ class Registry(Protocol):
         """Append a record. `if_new`: the record of a step, unless there is one of that step."""
 
     async def history(self) -> list[Event]:
-        """The records of this launch."""
+        """The records of this launch: `HISTORY` and the newest step, at least."""
 
 
 class FolderRegistry:
@@ -75,6 +78,8 @@ class FolderRegistry:
     def __init__(self, rundir: RunDir):
         self.folder, self._events = rundir.control, rundir.events_file
         self._writer: RecordWriter | None = None
+        self._newest: int | None = None
+        """The newest term that this object has seen."""
         self.folder.mkdir(parents=True, exist_ok=True)
 
     def newest(self) -> tuple[int, str]:
@@ -83,8 +88,14 @@ class FolderRegistry:
         If the name of a term is taken by something that is not a valid link, its author is "": nobody is obeyed in that term, and the
         next number is still free.
         """
-        terms = [int(match[1]) for name in os.listdir(self.folder) if (match := _TERM.fullmatch(name))]
-        return (max(terms), self._author(max(terms))) if terms else (0, "")
+        if self._newest is None:
+            self._newest = max(
+                (int(match[1]) for name in os.listdir(self.folder) if (match := _TERM.fullmatch(name))), default=0
+            )
+        # Terms follow each other. All nodes look at every order: listing thousands of names each time would take longer than the order.
+        while os.path.lexists(self._term(self._newest + 1)):
+            self._newest += 1
+        return (self._newest, self._author(self._newest)) if self._newest else (0, "")
 
     def holds(self, term: int, author: str) -> bool:
         return self.newest() == (term, author)
@@ -100,6 +111,7 @@ class FolderRegistry:
             if not os.path.lexists(self._term(term)):
                 raise
             return self._author(term) == author
+        self._newest = max(term, self._newest or 0)
         return True
 
     def offer(self, term: int) -> None:

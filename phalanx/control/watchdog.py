@@ -23,6 +23,7 @@ _NOTICE_FRACTION = 0.25  # part of the preemption notice after which ranks that 
 _COMPILE_SECONDS = 180.0  # a batch of a new shape may be compiled in any step
 _RENDEZVOUS_SECONDS = 90.0  # in which the ranks of a generation connect to each other: new ones may have to load first
 _DISK_FULL = 1 << 20  # bytes
+_LOOKING = 0.1  # part of the time that may be spent on looking for hung ranks
 
 
 class Watchdog:
@@ -138,22 +139,33 @@ class HangDetector:
         self._steps_compared = 0
         self._extended: dict[int, float] = {}
         """Longer timeouts of ranks that were suspected while everybody worked."""
+        self._due = 0.0
+        """When to look again."""
 
     async def check(self, generation: Generation) -> None:
-        if self._control.stalled:
+        now = time.monotonic()
+        if self._control.stalled or now < self._due:
             return
-        if generation.number != self._generation:
-            self._start(generation)
         living = set(generation.living)
         beats = {rank: beat for rank, beat in generation.beats.items() if rank in living}
+        suspect = self._observe(generation, beats)
+        # Looking at thousands of ranks takes a tenth of a second, in which no node is heard.
+        self._due = (done := time.monotonic()) + (done - now) / _LOOKING
+        if suspect is not None:
+            await self._investigate(generation, beats, *suspect)
+
+    def _observe(self, generation: Generation, beats: dict[int, Beat]) -> tuple[int, float] | None:
+        """Learn from the heartbeats; returns a rank that has made no progress for too long, and for how long."""
+        if generation.number != self._generation:
+            self._start(generation)
         for rank, beat in beats.items():
             self._timeouts.observe(rank, beat)
         self._check_stragglers(generation, beats)
         for rank, beat in beats.items():
             silent = self._silent(beat)
             if rank not in generation.ended and silent > self._timeout(rank, beat.phase):
-                await self._investigate(generation, beats, rank, silent)
-                return
+                return rank, silent
+        return None
 
     def _start(self, generation: Generation) -> None:
         self._generation, self._steps_compared = generation.number, 0

@@ -28,7 +28,7 @@ class AgentProcess(ModuleProcess):
 
     def send(self, message: Message) -> bool:
         """A frozen agent, or a cut link, must not stop the launcher: what the pipe does not take now is sent with the next message."""
-        if len(self._unsent) < _MAX_UNREAD:
+        if taken := len(self._unsent) < _MAX_UNREAD:
             self._unsent += json.dumps(encode(message)).encode() + b"\n"
         try:
             self._unsent = self._unsent[os.write(self.stdin.fileno(), self._unsent) :]
@@ -36,7 +36,7 @@ class AgentProcess(ModuleProcess):
             pass
         except OSError:
             return False
-        return True
+        return taken
 
     def receive(self) -> list[Message]:
         while select.select([self], [], [], 0)[0] and (block := os.read(self.fileno(), 65536)):

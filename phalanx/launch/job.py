@@ -190,9 +190,10 @@ class Job:
     def _tell_state(self) -> None:
         """Tell the agents the state of the registry, at once if it has changed."""
         if self._registry is not None and (self._registry.changed or time.monotonic() - self._told > _STATE_SECONDS):
-            state, self._told, self._registry.changed = self._registry.state, time.monotonic(), False
-            for node in self._living:
-                node.agent.send(state)
+            self._told, self._registry.changed = time.monotonic(), False
+            for number, node in self._nodes.items():
+                if node.lost is None:
+                    self._registry.tell(number, node.agent.send)
 
     def _pass_stops(self) -> None:
         if self.rundir.stop_file.exists():

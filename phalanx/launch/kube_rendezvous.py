@@ -22,8 +22,9 @@ from typing import TypeVar
 
 from phalanx.control import protocol
 from phalanx.control.protocol import AgentSettings, Outcome
+from phalanx.control.registry import HISTORY
 from phalanx.events.log import RecordWriter
-from phalanx.events.records import FailureNoticed, Finished, Recovered, decode, encode
+from phalanx.events.records import Event, FailureNoticed, decode, encode
 from phalanx.events.rundir import RunDir, replace_file
 from phalanx.launch.kube_api import ApiError, KubeApi, Object
 from phalanx.launch.kube_lease import LeaseRegistry
@@ -143,7 +144,7 @@ class KubeRendezvous:
         self._writer.write(record.line, if_new=record.if_new)
         print(record.line, flush=True)
         event = decode(record.line)
-        if self._registry is not None and isinstance(event, FailureNoticed | Recovered | Finished):
+        if self._registry is not None and isinstance(event, HISTORY):
             self._registry.remember(event)
 
 
@@ -176,7 +177,7 @@ class _Registry:
         else:
             self._requests.put(message)
 
-    def remember(self, event: FailureNoticed | Recovered | Finished) -> None:
+    def remember(self, event: Event) -> None:
         """A new controller must know this record of the agent, which is the controller."""
         if isinstance(event, FailureNoticed):
             if event.cause == "node lost" and event.node is not None and (pod := self._lease.state.pods.get(event.node)):

@@ -20,7 +20,7 @@ class StartedAgent(Protocol):
         """Becomes readable when a message arrives or the agent ends."""
 
     def send(self, message: Message) -> bool:
-        """Send a message; False if the agent is gone."""
+        """Send a message; False if the agent is gone, or has not read anything for long."""
 
     def receive(self) -> list[Message]:
         """The messages that have arrived, without waiting."""

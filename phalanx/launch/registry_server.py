@@ -8,8 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from phalanx.control import protocol
+from phalanx.control.registry import HISTORY
 from phalanx.events.log import RecordWriter, launch_events
-from phalanx.events.records import FailureNoticed, Finished, Recovered, Step, encode
+from phalanx.events.records import Step, encode
 from phalanx.events.run_logs import note_size
 from phalanx.events.rundir import RunDir
 
@@ -23,25 +24,34 @@ class RegistryServer:
         self._writer = RecordWriter(rundir.events_file)
         self._term, self._author, self._offered = 0, "", 0
         self._nodes: dict[int, protocol.NodeInfo] = {}
+        self._changes: list[int] = []
+        """Nodes that have announced themselves or were lost, in this order."""
+        self._told: dict[int, int] = {}
+        """How many of these changes each agent knows."""
         self._touches, self._touched = 0, -math.inf
         self.changed = False
         """The agents do not know the newest state yet."""
 
-    @property
-    def state(self) -> protocol.RegistryState:
-        return protocol.RegistryState(
+    def tell(self, node: int, send: Callable[[protocol.Message], bool]) -> None:
+        """Tell the agent of a node the newest state: of the nodes what it does not know, because thousands may come at the same time."""
+        known = self._told.get(node)
+        state = protocol.RegistryState(
             term=self._term,
             author=self._author,
             offered=self._offered,
-            nodes={str(node): info for node, info in self._nodes.items()},
+            nodes={str(changed): self._nodes.get(changed) for changed in self._changes[known or 0 :]},
+            all_nodes=known is None,
             touches=self._touches,
         )
+        if send(state):
+            self._told[node] = len(self._changes)
 
     def handle(self, node: int, message: protocol.Message, answer: Callable[[protocol.Message], object]) -> None:
         """Handle a message of a node's agent."""
         match message:
             case protocol.Announce():
                 self._nodes[node] = message.info
+                self._changes.append(node)
                 self.changed = True
             case protocol.ClaimTerm():
                 answer(protocol.TermClaimed(term=message.term, granted=self._claim(message.term, message.author)))
@@ -63,6 +73,8 @@ class RegistryServer:
     def lose(self, node: int) -> None:
         """The agent of a node is gone."""
         info = self._nodes.pop(node, None)
+        self._changes.append(node)
+        self._told.pop(node, None)
         if info is not None and info.name == self._author:
             self._touched = -math.inf
         self.changed = True
@@ -81,7 +93,7 @@ class RegistryServer:
         """What a new controller must know, and no more: a long run has millions of records."""
         events = launch_events(self._rundir.events_file)
         last = next((event for event in reversed(events) if isinstance(event, Step)), None)
-        wanted = [event for event in events if event is last or isinstance(event, FailureNoticed | Recovered | Finished)]
+        wanted = [event for event in events if event is last or isinstance(event, HISTORY)]
         return [encode(event) for event in wanted]
 
     def close(self) -> None:

@@ -211,13 +211,16 @@ def verdict(situation: Situation, now: Sequence[Failure]) -> EndRun | None:
     known = [*situation.history, *now]
     if now and not situation.counts_steps:
         return _verdict_by_time(situation, [failure for failure in known if failure.time > now[-1].time - HOUR], now)
+    known_by_key: dict[tuple[str, str, int | None], list[Failure]] = {}
+    steps = {failure.step for failure in now}
+    for failure in known:  # of those steps only: thousands may fail together, and making keys is slow
+        if failure.step in steps:
+            known_by_key.setdefault(_key(failure), []).append(failure)
     for failure in now:
         if failure.cause == "failed" and (failure.step is None or failure.step <= situation.first_step):
             why = "The program failed before it had completed a step, so that starting it again would only repeat it."
             return EndRun(_story(why, [failure]))
-        key = _key(failure)
-        # Compare the step first: few failures share it, and comparing reasons is slow.
-        equal = [other for other in known if other.step == failure.step and _key(other) == key]
+        equal = known_by_key[_key(failure)]
         if len(equal) >= SAME_FAILURE_LIMIT:
             why = f"The same failure came {len(equal)} times {_when(failure)}: that is a bug or a broken machine, not bad luck."
             return EndRun(_story(why, equal))

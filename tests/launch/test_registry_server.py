@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from phalanx.control.launcher_registry import LauncherRegistry
-from phalanx.control.protocol import LogText, Message, NodeInfo, decode, encode
+from phalanx.control.protocol import LogText, Message, NodeInfo, RegistryState, decode, encode
 from phalanx.events.log import EventLog, read_events
-from phalanx.events.records import FailureNoticed, Finished, Warned
+from phalanx.events.records import FailureNoticed, Finished, HostRejected, Warned
 from phalanx.events.records import encode as encode_record
 from phalanx.events.rundir import RunDir
 from phalanx.launch.registry_server import RegistryServer
@@ -26,6 +27,8 @@ class Agents:
         EventLog(self.rundir.events_file).close()
         self.server = RegistryServer(self.rundir, LEASE, self.clock)
         self.cut: set[int] = set()
+        self.told: list[int] = []
+        """Nodes in each message to an agent."""
         self.nodes = [LauncherRegistry(self._sender(node), LEASE, self.clock) for node in range(nodes)]
 
     def clock(self) -> float:
@@ -41,10 +44,16 @@ class Agents:
 
         return send
 
+    def _deliver(self, registry: LauncherRegistry, state: Message) -> bool:
+        assert isinstance(state, RegistryState)
+        self.told.append(len(state.nodes))
+        registry.receive(decode(encode(state)))
+        return True
+
     def tell(self) -> None:
         for node, registry in enumerate(self.nodes):
             if node not in self.cut:
-                registry.receive(decode(encode(self.server.state)))
+                self.server.tell(node, partial(self._deliver, registry))
 
     def announce(self) -> None:
         for node, registry in enumerate(self.nodes):
@@ -111,6 +120,7 @@ def test_records_and_logs_arrive_and_history_is_what_a_controller_needs(tmp_path
         agents = Agents(tmp_path, 1)
         events = [
             Warned(message="a", time=1.0),
+            HostRejected(node=1, host="b", message="c", time=2.0),
             FailureNoticed(number=1, cause="died", message="b", step=3, time=2.0),
             Finished(step=9, time=3.0),
         ]
@@ -127,3 +137,22 @@ def test_records_and_logs_arrive_and_history_is_what_a_controller_needs(tmp_path
         }
 
     asyncio.run(scenario())
+
+
+def test_agents_are_told_only_what_has_changed(tmp_path: Path) -> None:
+    """Else 2,000 nodes that come one after the other would be told 2,000 * 2,000 * 2,000 addresses."""
+    agents = Agents(tmp_path, 30)
+    agents.announce()
+    assert agents.nodes[0].announced().keys() == agents.nodes[29].announced().keys() == set(range(30))
+    assert sum(agents.told) == 30 * 30 and max(agents.told) == 1
+    agents.cut |= {5, 7}
+    agents.server.lose(7)
+    agents.tell()
+    assert agents.nodes[0].info(7) is None and agents.nodes[5].info(7) is not None
+    agents.cut.remove(5)
+    agents.tell()
+    assert agents.nodes[5].announced().keys() == set(range(30)) - {7}
+    agents.cut.clear()
+    agents.nodes[7] = LauncherRegistry(agents._sender(7), LEASE, agents.clock)
+    agents.nodes[7].announce(7, NodeInfo(name="7-y", address=["10.0.0.1", 7], pid=1))
+    assert agents.nodes[7].announced() == agents.nodes[0].announced() and len(agents.nodes[0].announced()) == 30
