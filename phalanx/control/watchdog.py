@@ -32,7 +32,7 @@ class Watchdog:
     def __init__(self, control: Control, replanner: Replanner):
         self._control, self._replanner = control, replanner
         self._disconnected_since: float | None = None
-        self.hangs = HangDetector(control)
+        self.hangs, self._looked = HangDetector(control), 0.0
 
     async def check(self) -> None:
         generation = self._control.state.generation
@@ -43,7 +43,9 @@ class Watchdog:
         self._check_connections(generation)
         self._check_corruption(generation)
         await self._check_stop(generation)
-        if not self._control.state.events:
+        # A look at thousands of ranks takes a tenth of a second, in which no node is heard.
+        if not self._control.state.events and (now := time.monotonic()) >= self._looked + self.hangs.seconds / _LOOKING:
+            self._looked = now
             await self.hangs.check(generation)
 
     def record_recovery(self, generation: Generation) -> None:
@@ -139,18 +141,16 @@ class HangDetector:
         self._steps_compared = 0
         self._extended: dict[int, float] = {}
         """Longer timeouts of ranks that were suspected while everybody worked."""
-        self._due = 0.0
-        """When to look again."""
+        self.seconds = 0.0
+        """That the last look at all heartbeats took."""
 
     async def check(self, generation: Generation) -> None:
-        now = time.monotonic()
-        if self._control.stalled or now < self._due:
+        if self._control.stalled:
             return
-        living = set(generation.living)
+        now, living = time.monotonic(), set(generation.living)
         beats = {rank: beat for rank, beat in generation.beats.items() if rank in living}
         suspect = self._observe(generation, beats)
-        # Looking at thousands of ranks takes a tenth of a second, in which no node is heard.
-        self._due = (done := time.monotonic()) + (done - now) / _LOOKING
+        self.seconds = time.monotonic() - now
         if suspect is not None:
             await self._investigate(generation, beats, *suspect)
 
