@@ -68,9 +68,10 @@ planner-accuracy: setup
 planner-fit: setup
 	$(BIN)/python benchmarks/planner_fit.py
 
-# The reference of the run file, from the code.
+# Pages that are made from the code: the reference of the run file, the messages, published runs.
 docs: setup
 	$(BIN)/python docs/make_run_file.py
+	$(BIN)/python docs/make_protocol.py
 	$(BIN)/python docs/make_history.py
 
 clean:

@@ -27,12 +27,13 @@ PAGES = sorted((ROOT / "docs").glob("*.md"))
 COMMAND = re.compile(r"^(?:    )?(?:\$ )?phalanx (?:train|verify|plan|rehearse|simulate) (examples/\S+\.toml)(.*)$", re.M)
 
 
-def test_the_reference_of_the_run_file_is_up_to_date() -> None:
-    spec = importlib.util.spec_from_file_location("make_run_file", ROOT / "docs" / "make_run_file.py")
+@pytest.mark.parametrize(("script", "page"), [("make_run_file", "run-file"), ("make_protocol", "protocol")])
+def test_references_are_up_to_date(script: str, page: str) -> None:
+    spec = importlib.util.spec_from_file_location(script, ROOT / "docs" / f"{script}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    assert (ROOT / "docs" / "run-file.md").read_text() == module.text(), "run `make docs`"
+    assert (ROOT / "docs" / f"{page}.md").read_text() == module.text(), "run `make docs`"
 
 
 def test_the_run_files_in_the_readme_and_the_examples_are_valid() -> None:

@@ -20,7 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from phalanx.control import protocol, store_server
+from phalanx.control import codec, protocol, store_server
 from phalanx.control.channel import MAX_UNAUTHENTICATED, Channel, Listener
 from phalanx.control.controller import Controller
 from phalanx.control.election import LeaderClient, NodeServices, beat_seconds, rank_beat_seconds, tell_launcher
@@ -117,7 +117,7 @@ class Agent(NodeServices):
             self.stopping = reason
             for worker in self.workers.values():
                 worker.send(protocol.Stop(reason=reason))
-            self.report(protocol.Stop(reason=reason))
+            self.report(protocol.StopAsked(reason=reason))
 
     def leave(self, message: protocol.Leave) -> None:
         """The host goes away: the controller moves the ranks elsewhere, then releases this node."""
@@ -134,7 +134,7 @@ class Agent(NodeServices):
         if "store" in first:
             await store_server.serve(channel, self.stores, first)
             return
-        join = protocol.decode(first)
+        join = codec.decode(first)
         if isinstance(join, protocol.Join) and self._controller is not None and self._accepts(join):
             await self._controller.serve_member(channel, join)
 
@@ -277,7 +277,7 @@ class Agent(NodeServices):
         """Start this node's ranks of a generation: survivors by name, the others forked now. Workers without a rank are killed."""
         self.last_begin = order
         kept = self._kept.names if self._kept is not None and self._kept.generation == order.generation else {}
-        names = {rank: kept.get(str(rank)) for rank, node in enumerate(order.assignment) if node == self.node}
+        names = {rank: kept.get(str(rank)) for rank in order.ranks_on(self.node)}
         survivors = {name for name in names.values() if name is not None}
         for worker in self.workers.values():
             if worker.name not in survivors and worker.exit_code is None:
@@ -305,7 +305,7 @@ class Agent(NodeServices):
         assert worker.rank is not None
         place = Place(
             rank=worker.rank,
-            ranks=len(order.assignment),
+            ranks=order.ranks,
             local_rank=worker.slot,
             store=(order.store[0], order.store[1]),
             replica_folder=str(self.replica_process.folder),
@@ -387,7 +387,7 @@ async def _main() -> None:
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(launcher), sys.stdin)
     if not (line := await launcher.readline()):
         return  # the parent is gone
-    settings: protocol.AgentSettings = protocol.decode(json.loads(line))
+    settings: protocol.AgentSettings = codec.decode(json.loads(line))
     die_with(settings.parent or os.getppid())
     adopt_orphans()
     adopt(settings.environment)
@@ -402,7 +402,7 @@ async def _main() -> None:
 async def _follow_launcher(agent: Agent, launcher: asyncio.StreamReader) -> None:
     """Stop when the launcher asks. If it is gone, end this process at once, and the workers with it."""
     while line := await launcher.readline():
-        message = protocol.decode(json.loads(line))
+        message = codec.decode(json.loads(line))
         if isinstance(message, protocol.Stop):
             agent.stop(message.reason)
         elif isinstance(message, protocol.Leave):

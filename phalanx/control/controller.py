@@ -12,7 +12,7 @@ import contextlib
 import time
 from dataclasses import replace
 
-from phalanx.control import protocol
+from phalanx.control import codec, protocol
 from phalanx.control.channel import Channel
 from phalanx.control.controller_state import Control, Generation, Member, RecoveryRecord
 from phalanx.control.election import NodeServices, beat_seconds
@@ -49,7 +49,7 @@ class Controller(Control):
         self.receive(join.node, join, channel)
         try:
             while True:
-                self.receive(join.node, protocol.decode(await channel.receive()))
+                self.receive(join.node, codec.decode(await channel.receive()))
         except Refused:
             return  # changed on the way: the node lives and connects again, or is silent and counts as lost soon
         except ConnectionError:
@@ -91,7 +91,7 @@ class Controller(Control):
                 self._on_rank_died(report)
             case protocol.Record():
                 self.state.members[node].recorded += self._write(report)
-            case protocol.Stop():
+            case protocol.StopAsked():
                 self.request_stop(report.reason)
             case protocol.Leave():
                 self.expect_loss(node, report)
@@ -120,7 +120,7 @@ class Controller(Control):
         ours = join.last_begin is not None and join.last_begin.term == generation.term
         working = [worker for worker in join.workers.values() if worker.exit_code is None]
         if channel is not None and any(not ours or worker.generation != generation.number for worker in working):
-            channel.post(protocol.encode(protocol.Evict(term=self.term)))
+            channel.post(codec.encode(protocol.Evict(term=self.term)))
         elif known is not None and known.join.name == join.name:
             self._on_reconnect(node, [worker for worker in join.workers.values() if worker.generation == generation.number])
         state.joined.add(node)
@@ -191,7 +191,7 @@ class Controller(Control):
                     member.last_heard = self._last_heartbeat
                 if member.channel is not None:
                     alive = protocol.ControllerAlive(term=self.term, recorded=member.recorded)
-                    member.channel.post(protocol.encode(alive))
+                    member.channel.post(codec.encode(alive))
             await asyncio.sleep(seconds)
 
     # --- the run ---
@@ -302,7 +302,7 @@ def _take_over(control: Control, begin: protocol.BeginGeneration, events: list[E
                 generation.names[worker.rank] = name
                 if worker.exit_code is not None:
                     generation.ended[worker.rank] = worker.exit_code
-        if node not in generation.assignment:
+        if not generation.ranks_on(node):
             state.joined.add(node)
     if any(isinstance(event, Finished) for event in events):
         control.end(0)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby
 
 from phalanx.checkpointing.replicas import replica_index, shm_slots
-from phalanx.control import protocol
+from phalanx.control import codec, protocol
 from phalanx.control.channel import Channel
 from phalanx.control.election import NodeServices, beat_seconds
 from phalanx.control.processes import BYTES_PER_PARAMETER
@@ -325,7 +325,7 @@ class Control:
         if not self.leads:
             return
         order = replace(order, term=self.term)
-        body = to_body(protocol.encode(order))  # once for all: there may be thousands of nodes
+        body = to_body(codec.encode(order))  # once for all: there may be thousands of nodes
         members = self.state.members
         for member in members.values() if only is None else filter(None, [members.get(only)]):
             self._send(member, order, body)
@@ -422,7 +422,7 @@ class Control:
     def release_leaving(self, generation: Generation) -> None:
         """Let nodes go that are leaving and are not needed any more."""
         for node in self.state.leaving:
-            if node not in generation.assignment and self.state.recovery is None:
+            if not generation.ranks_on(node) and self.state.recovery is None:
                 self.order(protocol.Release(), node)
 
     def lose_node(self, node: int, reason: str, *, silent: bool = False) -> None:
@@ -434,7 +434,7 @@ class Control:
             state.unreachable.add(node)
         state.joined.discard(node)
         generation = state.generation
-        if generation is None or node not in generation.assignment:
+        if generation is None or not generation.ranks_on(node):
             if state.copy_every is not None:  # it may have kept copies of others
                 self.agent.spawn(self.set_replica_peers())
             return
@@ -489,7 +489,7 @@ class Control:
         for node, own in _by_node(assignment, names).items():
             if node in state.members:
                 keep = protocol.KeepWorkers(term=self.term, generation=number, names=own)
-                self._send(state.members[node], keep, to_body(protocol.encode(keep)))
+                self._send(state.members[node], keep, to_body(codec.encode(keep)))
         self.order(
             protocol.BeginGeneration(
                 generation=number,
@@ -517,7 +517,7 @@ class Control:
         )
         for member in self.state.members.values():
             if member.channel is not None:
-                member.channel.post(protocol.encode(protocol.Done(term=self.term, outcome=outcome)))
+                member.channel.post(codec.encode(protocol.Done(term=self.term, outcome=outcome)))
         asyncio.get_running_loop().call_later(0.05, self.agent.finish, outcome)
         self.agent.outcome = outcome
 

@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from phalanx.control import protocol
+from phalanx.control import codec, protocol
 from phalanx.control.channel import Channel, connect
 from phalanx.control.launcher_registry import LauncherRegistry
 from phalanx.control.processes import ForkClient, ReplicaProcess, Worker
@@ -51,9 +51,9 @@ def rank_beat_seconds(nodes: int, ranks: int, heartbeat: float) -> float:
     return max(beat_seconds(nodes, heartbeat), min(nodes * ranks / _RANK_BEATS_PER_SECOND, _MAX_RANK_BEAT))
 
 
-def tell_launcher(message: protocol.Message) -> None:
+def tell_launcher(message: codec.Message) -> None:
     """Send a message to the launcher."""
-    print(json.dumps(protocol.encode(message)), flush=True)
+    print(json.dumps(codec.encode(message)), flush=True)
 
 
 class RecordQueue:
@@ -191,7 +191,7 @@ class LeaderClient:
     def _send_all(self) -> None:
         reports, self._unsent = self._unsent, []
         if self._channel is not None and reports:
-            self._channel.post(protocol.encode(reports[0] if len(reports) == 1 else protocol.Reports(reports=reports)))
+            self._channel.post(codec.encode(reports[0] if len(reports) == 1 else protocol.Reports(reports=reports)))
 
     def drop_link(self, node: int) -> None:
         """Injected fault: the connection to that node breaks."""
@@ -261,9 +261,9 @@ class LeaderClient:
         """Join, and obey until the connection ends; returns whether the author has taken this node in."""
         heard, node = False, int(author.partition("-")[0])
         try:
-            channel.post(protocol.encode(self._agent.join_report()))
+            channel.post(codec.encode(self._agent.join_report()))
             while self._agent.outcome is None:
-                order = protocol.decode(await asyncio.wait_for(channel.receive(), self._heartbeat))
+                order = codec.decode(await asyncio.wait_for(channel.receive(), self._heartbeat))
                 if not heard:  # it leads, and has taken this node in
                     self._agent.records.connect(self.send)
                     heard = True

@@ -10,7 +10,7 @@ import asyncio
 import time
 from collections.abc import Callable
 
-from phalanx.control import protocol
+from phalanx.control import codec, protocol
 from phalanx.events.records import Event, decode
 
 _EMPTY = protocol.RegistryState(term=0, author="", offered=0, nodes={}, touches=0)
@@ -19,7 +19,7 @@ _EMPTY = protocol.RegistryState(term=0, author="", offered=0, nodes={}, touches=
 class LauncherRegistry:
     """Implements `control/registry.Registry`."""
 
-    def __init__(self, send: Callable[[protocol.Message], None], lease: float, clock: Callable[[], float] = time.monotonic):
+    def __init__(self, send: Callable[[codec.Message], None], lease: float, clock: Callable[[], float] = time.monotonic):
         """`lease`: seconds without a word from the launcher after which this node must not lead."""
         self._send, self._lease, self._clock = send, lease, clock
         self._state, self._heard = _EMPTY, -float("inf")
@@ -27,7 +27,7 @@ class LauncherRegistry:
         self._answer: asyncio.Future[protocol.TermClaimed] | None = None
         self._history: asyncio.Future[protocol.History] | None = None
 
-    def receive(self, message: protocol.Message) -> None:
+    def receive(self, message: codec.Message) -> None:
         """Handle a message of the launcher."""
         self._heard = self._clock()
         match message:

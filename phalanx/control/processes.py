@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.checkpointing.replicas import shm_slots
-from phalanx.control.protocol import Computed, RankFailure, RankReport, Record, decode, encode
+from phalanx.control.codec import decode, encode
+from phalanx.control.protocol import Computed, RankFailure, RankReport, Record
 from phalanx.events import heartbeat
 from phalanx.events.frames import Address
 from phalanx.events.rundir import RunDir

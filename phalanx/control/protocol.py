@@ -1,75 +1,24 @@
 """The messages of the control plane, as frozen values.
 
 The controller sends an `Order` to every agent; an agent passes some of them on to its ranks. A rank sends a `RankReport` to its agent,
-which adds the rank and forwards it; agents send the other `Report`s themselves. `encode` and `decode` turn messages into JSON tables.
+which adds the rank and forwards it; agents send the other `Report`s themselves. `control/codec` turns messages into JSON tables.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Any, dataclass_transform
+from dataclasses import field
+from itertools import accumulate
+from typing import Any
 
+from phalanx.control.codec import Message
 from phalanx.events.heartbeat import Beat
 from phalanx.host.host_check import DeviceResult
 from phalanx.host.host_report import HostReport
 from phalanx.host.link_probe import LinkSpeed
 from phalanx.recovery.diagnose import HangReport
-from phalanx.spec.layout import Layout
-from phalanx.spec.plan import Place, Plan, Promise
+from phalanx.spec.plan import Place, Plan
 
 RESUMABLE = 75  # exit code of a run that was asked to stop, has saved and can be resumed (EX_TEMPFAIL)
-
-
-def _place(*, store: list[Any] | None, **fields: Any) -> Place:
-    return Place(store=None if store is None else (store[0], store[1]), **fields)
-
-
-def _host_report(**table: Any) -> HostReport:
-    return HostReport.from_json(table)
-
-
-MESSAGES: dict[str, Callable[..., Any]] = {
-    "Layout": Layout,
-    "Place": _place,
-    "Plan": Plan,
-    "Promise": Promise,
-    **{"DeviceResult": DeviceResult, "LinkSpeed": LinkSpeed},
-    **{"HostReport": _host_report, "Machine": dict, "Gpu": dict},  # a report makes its machine and GPUs from tables
-}
-"""Class name to its constructor, for `decode`: every message, and the values of other rooms inside them."""
-
-
-@dataclass_transform(kw_only_default=True, frozen_default=True)
-class Message:
-    """Base class of messages, and of the values inside them: subclasses are frozen dataclasses that `decode` knows."""
-
-    def __init_subclass__(cls) -> None:
-        MESSAGES[cls.__name__] = dataclass(frozen=True, kw_only=True)(cls)
-
-
-def encode(value: Any) -> Any:
-    """Convert a message, or a value inside one, to what JSON can represent."""
-    if is_dataclass(value):
-        return {"message": type(value).__name__} | {f.name: encode(getattr(value, f.name)) for f in fields(value)}
-    if isinstance(value, dict):
-        return {str(key): encode(inner) for key, inner in value.items()}
-    return [encode(inner) for inner in value] if isinstance(value, list | tuple) else value
-
-
-def decode(value: Any) -> Any:
-    """Undo `encode`. Tuples come back as lists, and keys as text."""
-    if isinstance(value, dict):
-        # No call for each number: there are thousands of messages a second, most of them heartbeats.
-        table = {key: decode(inner) if isinstance(inner, dict | list) else inner for key, inner in value.items()}
-        make = MESSAGES.get(table.get("message", ""))
-        if make is None:
-            return table
-        del table["message"]
-        return make(**table)
-    if isinstance(value, list):
-        return [decode(inner) if isinstance(inner, dict | list) else inner for inner in value]
-    return value
 
 
 # --- values inside messages -----------------------------------------------------------------------------------------
@@ -131,6 +80,10 @@ class Outcome(Message):
     """Nodes that were there at the end."""
 
 
+class Report(Message):
+    """Base class of what agents send to the controller."""
+
+
 # --- between a launcher and its agents (also Stop to an agent, and Outcome and Record back) ---------------------------
 
 
@@ -161,7 +114,7 @@ class AgentSettings(Message):
     """Process id of the launcher, if it is on this machine. The agent ends with it."""
 
 
-class Leave(Message):
+class Leave(Report):
     """The launcher, and then the agent to the controller: this host goes away. The run moves its ranks elsewhere before."""
 
     reason: str
@@ -303,6 +256,16 @@ class BeginGeneration(Order):
         """Node of each rank."""
         return tuple(node for node, ranks in self.nodes for _ in range(ranks))
 
+    @property
+    def ranks(self) -> int:
+        return sum(ranks for _, ranks in self.nodes)
+
+    def ranks_on(self, node: int) -> list[int]:
+        """The ranks of a node: of a few thousand nodes, each needs its own only."""
+        ends = accumulate(ranks for _, ranks in self.nodes)
+        runs = zip(self.nodes, ends, strict=True)
+        return [rank for (place, ranks), end in runs if place == node for rank in range(end - ranks, end)]
+
 
 class Halt(Order):
     """The generation is over: ranks abandon their step and report their `SurvivorReport`."""
@@ -367,7 +330,7 @@ class Release(Order):
 
 
 class Stop(Order):
-    """Save and end. Also the report of a node that was asked to."""
+    """Save and end."""
 
     reason: str
 
@@ -408,7 +371,7 @@ class CutConnections(Message):
 # --- reports: rank to agent to controller ---------------------------------------------------------------------------
 
 
-class RankReport(Message):
+class RankReport(Report):
     """Base class of what ranks report."""
 
     generation: int
@@ -491,7 +454,7 @@ class RankLocation(RankReport):
 # --- reports: agent to controller -----------------------------------------------------------------------------------
 
 
-class Join(Message):
+class Join(Report):
     """A node joins, with everything that a new controller must know about it."""
 
     node: int
@@ -508,20 +471,20 @@ class Join(Message):
     leaving: Leave | None = None
 
 
-class HostChecked(Message):
+class HostChecked(Report):
     """The host of a node, and where its links can be measured."""
 
     report: HostReport
     link_server: list[Any]
 
 
-class Computed(Message):
+class Computed(Report):
     """What one device has computed."""
 
     result: DeviceResult
 
 
-class LinkMeasured(Message):
+class LinkMeasured(Report):
     """The link of a node to another."""
 
     peer: int
@@ -530,14 +493,14 @@ class LinkMeasured(Message):
     problem: str = ""
 
 
-class RanksBegan(Message):
+class RanksBegan(Report):
     """The processes of this node's ranks, by rank."""
 
     generation: int
     names: dict[str, str]
 
 
-class RankDied(Message):
+class RankDied(Report):
     """The process of a rank is gone."""
 
     rank: int
@@ -548,13 +511,13 @@ class RankDied(Message):
     """Last complete step, if its heartbeat tells."""
 
 
-class Beats(Message):
+class Beats(Report):
     """Heartbeats of this node's ranks, by rank; an empty one is the heartbeat of the node itself."""
 
     beats: dict[str, Beat]
 
 
-class Record(Message):
+class Record(Report):
     """A record of a rank or an agent, as a line of events.jsonl."""
 
     line: str
@@ -564,30 +527,19 @@ class Record(Message):
     """Only if there is no record of that step."""
 
 
-class Reports(Message):
+class Reports(Report):
     """Reports of a node that came together, in their order: thousands of ranks report at the same moment."""
 
     reports: list[Any]
 
 
-class ReplicaServerMoved(Message):
+class StopAsked(Report):
+    """A node was asked to save and end, which the whole run does then."""
+
+    reason: str
+
+
+class ReplicaServerMoved(Report):
     """The node's replica server was restarted and listens elsewhere."""
 
     address: list[Any]
-
-
-Report = (
-    Join
-    | HostChecked
-    | Computed
-    | LinkMeasured
-    | RanksBegan
-    | RankDied
-    | Beats
-    | Record
-    | Reports
-    | ReplicaServerMoved
-    | Leave
-    | Stop
-    | RankReport
-)

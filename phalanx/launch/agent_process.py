@@ -8,7 +8,8 @@ import select
 from collections.abc import Callable
 from pathlib import Path
 
-from phalanx.control.protocol import AgentSettings, Message, decode, encode
+from phalanx.control.codec import Message, decode, encode
+from phalanx.control.protocol import AgentSettings
 from phalanx.host.process_tree import ModuleProcess
 
 _MAX_UNREAD = 4 << 20  # bytes that an agent may leave unread; what is sent to it then is lost

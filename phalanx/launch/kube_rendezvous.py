@@ -20,7 +20,7 @@ from dataclasses import replace
 from queue import Empty, SimpleQueue
 from typing import TypeVar
 
-from phalanx.control import protocol
+from phalanx.control import codec, protocol
 from phalanx.control.protocol import AgentSettings, Outcome
 from phalanx.control.registry import HISTORY
 from phalanx.events.log import RecordWriter
@@ -84,7 +84,7 @@ class KubeRendezvous:
         _patiently(lease.reset)
         secret = _patiently(lambda: self._api.get(self._secret))
         old = {key: None for key in secret.get("data") or {} if key.startswith(_HISTORY)}
-        data = {**old, "settings": _encoded(json.dumps(protocol.encode(settings)))}
+        data = {**old, "settings": _encoded(json.dumps(codec.encode(settings)))}
         _patiently(lambda: self._api.patch(self._secret, {"data": data}))
 
     def record(self, line: str) -> None:
@@ -98,7 +98,7 @@ class KubeRendezvous:
             lease = LeaseRegistry(self._api, self._name, settings.launch, heartbeat)
             self._registry = _Registry(self._api, self._secret, lease, settings.node, self._pod, heartbeat)
 
-    def handle(self, message: protocol.Message) -> None:
+    def handle(self, message: codec.Message) -> None:
         assert self._registry is not None
         match message:
             case protocol.Record():
@@ -111,7 +111,7 @@ class KubeRendezvous:
             case _:
                 self._registry.handle(message)
 
-    def messages(self) -> list[protocol.Message]:
+    def messages(self) -> list[codec.Message]:
         return [] if self._registry is None else list(_drain(self._registry.answers))
 
     def lose(self) -> None:
@@ -154,8 +154,8 @@ class _Registry:
     def __init__(self, api: KubeApi, secret: str, lease: LeaseRegistry, node: int, pod: str, heartbeat: float):
         self._api, self._secret, self._lease, self._node, self._pod = api, secret, lease, node, pod
         self._heartbeat, self._renew_due, self._look_due = heartbeat, 0.0, 0.0
-        self.answers: SimpleQueue[protocol.Message] = SimpleQueue()
-        self._requests: SimpleQueue[protocol.Message | None] = SimpleQueue()
+        self.answers: SimpleQueue[codec.Message] = SimpleQueue()
+        self._requests: SimpleQueue[codec.Message | None] = SimpleQueue()
         self._info: protocol.NodeInfo | None = None
         self._announced, self._touched, self._closed = True, False, False
         self._missed = False
@@ -170,7 +170,7 @@ class _Registry:
         for work in (self._follow_lease, self._work):
             threading.Thread(target=work, name=work.__name__.strip("_"), daemon=True).start()
 
-    def handle(self, message: protocol.Message | None) -> None:
+    def handle(self, message: codec.Message | None) -> None:
         """Handle a message of the agent; None: it has ended."""
         if isinstance(message, protocol.Touch):
             self._touched = True
@@ -219,7 +219,7 @@ class _Registry:
             with contextlib.suppress(OSError, ApiError):
                 self._keep_up()
 
-    def _answer(self, request: protocol.Message | None) -> None:
+    def _answer(self, request: codec.Message | None) -> None:
         match request:
             case protocol.Announce():
                 self._info, self._announced = request.info, False
@@ -299,7 +299,7 @@ def _patiently(ask: Callable[[], T]) -> T:
 
 def _settings(secret: Object) -> AgentSettings | None:
     text = (secret.get("data") or {}).get("settings")
-    settings = None if text is None else protocol.decode(json.loads(_decoded(text)))
+    settings = None if text is None else codec.decode(json.loads(_decoded(text)))
     return settings if isinstance(settings, AgentSettings) else None
 
 

@@ -7,7 +7,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Protocol, cast
 
-from phalanx.control.protocol import AgentSettings, Message
+from phalanx.control.codec import Message
+from phalanx.control.protocol import AgentSettings
 from phalanx.events.rundir import RunDir
 from phalanx.spec.plan import Machine
 from phalanx.spec.run import Run

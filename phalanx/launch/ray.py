@@ -17,7 +17,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Self
 
-from phalanx.control.protocol import AgentSettings, Leave, Message, decode, encode
+from phalanx.control.codec import Message, decode, encode
+from phalanx.control.protocol import AgentSettings, Leave
 from phalanx.host.env import forwarded, python_path
 from phalanx.host.host_report import HostQuestion, HostReport, report
 from phalanx.host.interfaces import address_of

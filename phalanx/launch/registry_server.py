@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from phalanx.control import protocol
+from phalanx.control import codec, protocol
 from phalanx.control.registry import HISTORY
 from phalanx.events.log import RecordWriter, launch_events
 from phalanx.events.records import Step, encode
@@ -32,7 +32,7 @@ class RegistryServer:
         self.changed = False
         """The agents do not know the newest state yet."""
 
-    def tell(self, node: int, send: Callable[[protocol.Message], bool]) -> None:
+    def tell(self, node: int, send: Callable[[codec.Message], bool]) -> None:
         """Tell the agent of a node the newest state: of the nodes what it does not know, because thousands may come at the same time."""
         known = self._told.get(node)
         state = protocol.RegistryState(
@@ -46,7 +46,7 @@ class RegistryServer:
         if send(state):
             self._told[node] = len(self._changes)
 
-    def handle(self, node: int, message: protocol.Message, answer: Callable[[protocol.Message], object]) -> None:
+    def handle(self, node: int, message: codec.Message, answer: Callable[[codec.Message], object]) -> None:
         """Handle a message of a node's agent."""
         match message:
             case protocol.Announce():

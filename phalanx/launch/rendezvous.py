@@ -7,7 +7,8 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from phalanx.control.protocol import AgentSettings, Message, Outcome, decode, encode
+from phalanx.control.codec import Message, decode, encode
+from phalanx.control.protocol import AgentSettings, Outcome
 from phalanx.events.log import EventLog
 from phalanx.events.rundir import RunDir, replace_file, replace_private_file
 

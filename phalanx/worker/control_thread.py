@@ -16,7 +16,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-from phalanx.control import protocol
+from phalanx.control import codec, protocol
 from phalanx.recovery.diagnose import HangReport
 
 INTERRUPT = signal.SIGRTMIN + 1
@@ -58,7 +58,7 @@ class ControlThread:
     def report(self, report: protocol.RankReport | protocol.Record | protocol.Computed) -> None:
         """Send a report or record to the agent, from any thread."""
         with self._lock, contextlib.suppress(OSError):
-            self._connection.sendall(json.dumps(protocol.encode(report)).encode() + b"\n")
+            self._connection.sendall(json.dumps(codec.encode(report)).encode() + b"\n")
 
     @property
     def over(self) -> bool:
@@ -83,7 +83,7 @@ class ControlThread:
             while block := self._connection.recv(1 << 20):
                 *lines, buffer = (buffer + block).split(b"\n")
                 for line in lines:
-                    self._handle(protocol.decode(json.loads(line)))
+                    self._handle(codec.decode(json.loads(line)))
         self.orders.put(None)
 
     def _handle(self, order: Any) -> None:

@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from phalanx.control import protocol
+from phalanx.control import codec, protocol
 from phalanx.events import frames
 from phalanx.events.frames import BlockingChannel
 from phalanx.events.heartbeat import Heartbeat
@@ -78,7 +78,7 @@ class CommandRank:
         if not block:
             return [None]
         *lines, self._received = (self._received + block).split(b"\n")
-        return [protocol.decode(json.loads(line)) for line in lines]
+        return [codec.decode(json.loads(line)) for line in lines]
 
     def _obey(self, order: Any) -> None:
         match order:
@@ -96,7 +96,7 @@ class CommandRank:
 
     def _report(self, report: protocol.RankReport | protocol.Record) -> None:
         with suppress(OSError):
-            self._connection.sendall(json.dumps(protocol.encode(report)).encode() + b"\n")
+            self._connection.sendall(json.dumps(codec.encode(report)).encode() + b"\n")
 
     # --- the program ---
 
@@ -114,12 +114,12 @@ class CommandRank:
             return
         log = self._rundir.rank_log(place.rank)
         self._progress.touch()
-        assignment, command = order.begin.assignment, self._run.command
+        assignment, own, command = order.begin.assignment, order.begin.ranks_on(place.node), self._run.command
         rank = ProgramRank(
             rank=place.rank,
             ranks=place.ranks,
-            local_rank=[other for other, node in enumerate(assignment) if node == place.node].index(place.rank),
-            local_ranks=assignment.count(place.node),
+            local_rank=own.index(place.rank),
+            local_ranks=len(own),
             node=list(dict.fromkeys(assignment)).index(place.node),
             nodes=len(set(assignment)),
             host=host,

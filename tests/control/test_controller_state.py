@@ -7,6 +7,7 @@ import json
 import pytest
 from controllers import plan_on
 
+from phalanx.control.codec import decode, encode
 from phalanx.control.controller_state import Generation
 from phalanx.control.protocol import (
     Beats,
@@ -24,8 +25,6 @@ from phalanx.control.protocol import (
     StateSource,
     SurvivorReport,
     WorkerInfo,
-    decode,
-    encode,
 )
 from phalanx.events.heartbeat import Beat
 from phalanx.spec.layout import Layout

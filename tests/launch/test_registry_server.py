@@ -7,8 +7,9 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from phalanx.control.codec import Message, decode, encode
 from phalanx.control.launcher_registry import LauncherRegistry
-from phalanx.control.protocol import LogText, Message, NodeInfo, RegistryState, decode, encode
+from phalanx.control.protocol import LogText, NodeInfo, RegistryState
 from phalanx.events.log import EventLog, read_events
 from phalanx.events.records import FailureNoticed, Finished, HostRejected, Warned
 from phalanx.events.records import encode as encode_record

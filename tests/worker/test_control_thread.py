@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from phalanx.control import protocol
+from phalanx.control import codec, protocol
 from phalanx.host.env import python_env
 from phalanx.worker import control_thread
 from phalanx.worker.control_thread import INTERRUPT, ControlThread
@@ -25,7 +25,7 @@ class Agent:
         self._connection = connection
 
     def halt(self, generation: int) -> None:
-        self._connection.sendall(json.dumps(protocol.encode(protocol.Halt(generation=generation))).encode() + b"\n")
+        self._connection.sendall(json.dumps(codec.encode(protocol.Halt(generation=generation))).encode() + b"\n")
 
 
 @pytest.fixture

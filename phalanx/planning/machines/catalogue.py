@@ -98,6 +98,7 @@ class GpuEntry:
         return self.peaks.get(compute)
 
 
+@cache  # a cluster has thousands of one name
 def find_gpu(name: str) -> GpuEntry | None:
     """The entry of a GPU that nvidia-smi, or the catalogue itself, calls `name`; or None."""
     if " MIG " in name:
