@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 import time
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -25,9 +26,9 @@ def main() -> None:
     rank, ranks = int(os.environ["JAX_PROCESS_ID"]), int(os.environ["JAX_NUM_PROCESSES"])
     jax.distributed.initialize(os.environ["JAX_COORDINATOR_ADDRESS"], ranks, rank)
     mesh = Mesh(jax.devices(), ("data",))
-    batches = NamedSharding(mesh, PartitionSpec("data"))
+    batches, everywhere = NamedSharding(mesh, PartitionSpec("data")), NamedSharding(mesh, PartitionSpec())
 
-    @jax.jit
+    @partial(jax.jit, out_shardings=everywhere)
     def update(weights: jax.Array, data: jax.Array) -> tuple[jax.Array, jax.Array]:
         loss, gradient = jax.value_and_grad(lambda weights: jnp.square(data @ weights).mean())(weights)
         return weights - 0.1 * gradient, loss
@@ -37,11 +38,11 @@ def main() -> None:
     if checkpoint.exists():
         saved = np.load(checkpoint)
         step, weights = int(saved["step"]), saved["weights"]
-    weights = jax.device_put(weights, NamedSharding(mesh, PartitionSpec()))
+    weights = jax.device_put(weights, everywhere)
     while step < options.steps:
         local = np.random.default_rng([step, rank]).standard_normal((8, 32), dtype=np.float32)
         weights, loss = update(weights, jax.make_array_from_process_local_data(batches, local))
-        loss = float(multihost_utils.process_allgather(loss).mean())
+        loss = float(loss.addressable_data(0))
         step += 1
         time.sleep(options.seconds)
         if rank == 0:

@@ -76,7 +76,7 @@ class Hosts:
 
     def prefix(self, host: int, private: Path | None = None) -> list[str]:
         """Runs the command that follows it on a host. `private`: a folder that the host does not share with the others."""
-        own = f"mkdir -p {private} && mount -t tmpfs tmpfs {private} && " if private is not None else ""
+        own = f"mkdir -p {private} && mount -t tmpfs -o size=256m tmpfs {private} && " if private is not None else ""
         return [*self.inside(host), "sh", "-c", f'{own}exec "$@"', "sh"]
 
     def inside(self, host: int) -> list[str]:
@@ -122,21 +122,17 @@ class Hosts:
         settings = ["Port 22", f"HostKey {folder}/host", f"AuthorizedKeysFile {folder}/id.pub", "StrictModes no", "UsePAM no"]
         settings += ["PermitRootLogin prohibit-password", "PasswordAuthentication no", "PidFile none"]
         for host in range(self.count):
-            file = folder / f"sshd-{host}"
-            file.write_text("\n".join([*settings, f"ListenAddress {self.address(host)}", ""]))
-            command = [
-                *self.prefix(host, private),
-                "/usr/sbin/sshd",
-                "-D",
-                "-f",
-                str(file),
-                "-E",
-                str(folder / f"sshd-{host}.log"),
-            ]
-            self._servers.append(subprocess.Popen(command, start_new_session=True))
+            settings_of_host = [*settings, f"ListenAddress {self.address(host)}", ""]
+            (folder / f"sshd-{host}").write_text("\n".join(settings_of_host))
+            self.boot(host, folder, private)
         client = folder / "config"
         client.write_text(f"IdentityFile {folder}/id\nStrictHostKeyChecking no\nUserKnownHostsFile /dev/null\nLogLevel ERROR\n")
         return client
+
+    def boot(self, host: int, folder: Path, private: Path) -> None:
+        """Start the ssh server of a host, as `start_sshd` has configured it, with an empty memory and an empty private folder."""
+        command = ["/usr/sbin/sshd", "-D", "-f", str(folder / f"sshd-{host}"), "-E", str(folder / f"sshd-{host}.log")]
+        self._servers.append(subprocess.Popen([*self.prefix(host, private), *command], start_new_session=True))
 
     def kill_all(self, host: int) -> None:
         """kill -9 everything on a host."""

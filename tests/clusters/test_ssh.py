@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
-from hosts import Hosts, available
-from object_store import Store, serve
+from hosts import available
+from ssh_cluster import Cluster, compare, three_hosts
 
-from phalanx.events.log import EventReader, read_events
 from phalanx.events.records import ControllerChanged, Event, FailureNoticed, Recovered, Step, WorkerStarted
 
 pytestmark = [
@@ -46,55 +41,10 @@ every = 20
 """
 
 
-class Cluster(NamedTuple):
-    hosts: Hosts
-    folder: Path
-    store: Store
-    client: Path
-
-    def train(self, run_dir: str, *words: str) -> subprocess.Popen[str]:
-        settings = [f"checkpoint.url=s3://{self.store.bucket()}/run", f"cluster.ssh=ssh -F {self.client}"]
-        command = [sys.executable, "-m", "phalanx", "train", "run.toml", *settings, "--run-dir", f"private/{run_dir}", *words]
-        return subprocess.Popen(
-            command,
-            cwd=self.folder,
-            env=os.environ | self.store.env(),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-
-    def follow(self, process: subprocess.Popen[str], run_dir: str, on_event: Callable[[Event], None]) -> list[Event]:
-        """Call back for every event until the run has ended; returns its events."""
-        reader = EventReader(self.folder / "private" / run_dir / "events.jsonl")
-        while process.poll() is None:
-            for event in reader.new():
-                on_event(event)
-            time.sleep(0.05)
-        output, _ = process.communicate()
-        assert process.returncode == 0, output
-        return read_events(self.folder / "private" / run_dir / "events.jsonl")
-
-
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[Cluster]:
-    (tmp_path / "private").mkdir()
-    with Hosts(3) as hosts, serve(hosts.outside) as store:
-        client = hosts.start_sshd(tmp_path / "ssh", tmp_path / "private")
-        (tmp_path / "hosts.txt").write_text("".join(f"{hosts.address(host)}\n" for host in range(3)))
-        (tmp_path / "run.toml").write_text(RUN.format(steps=80))
-        yield Cluster(hosts, tmp_path, store, client)
-
-
-def losses(events: list[Event]) -> dict[int, tuple[float, int | None]]:
-    return {event.step: (event.loss, event.batch_digest) for event in events if isinstance(event, Step)}
-
-
-def compare(events: list[Event], undisturbed: list[Event]) -> None:
-    ours, others = losses(events), losses(undisturbed)
-    assert ours.keys() == others.keys()
-    assert {step: digest for step, (_, digest) in ours.items()} == {step: digest for step, (_, digest) in others.items()}
-    assert max(abs(ours[step][0] - others[step][0]) for step in ours) <= 1e-5
+    with three_hosts(tmp_path, RUN.format(steps=80)) as made:
+        yield made
 
 
 def test_everything_on_the_controllers_host_is_killed(cluster: Cluster) -> None:
