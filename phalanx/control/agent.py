@@ -63,6 +63,7 @@ class Agent(NodeServices):
         self._refused, self._refusal_recorded = 0, 0.0
         self._faults = NodeFaults(self, self._chaos)
         self._check = NodeCheck(self, self.slots, self._bind, self._fork)
+        self._preparing, self._data, self._data_problem = trains and not settings.data_opened, settings.data, ""
 
     # --- the life of the node ---
 
@@ -94,7 +95,14 @@ class Agent(NodeServices):
 
     async def _follow(self) -> None:
         await self.fork_client.ready.wait()
+        if self._preparing:
+            self.spawn(self._prepare_data())
         await self._leader.follow()
+
+    async def _prepare_data(self) -> None:
+        self._data_problem = await self._check.prepare_data(self._data)
+        self._preparing = False
+        self.report(protocol.DataPrepared(problem=self._data_problem))
 
     async def _lead(self, term: int) -> None:
         self._controller = Controller(self, term)
@@ -173,6 +181,8 @@ class Agent(NodeServices):
             step=max((beat.step for beat in self._beats().values()), default=None),
             stopping=self.stopping,
             leaving=self.leaving,
+            preparing=self._preparing,
+            problem=self._data_problem,
         )
 
     def report(self, report: protocol.Report) -> None:
@@ -331,11 +341,11 @@ class Agent(NodeServices):
 
     # --- the workers ---
 
-    def _on_rank_report(self, worker: Worker, report: protocol.RankReport | protocol.Record | protocol.Computed) -> None:
+    def _on_rank_report(self, worker: Worker, report: protocol.Report) -> None:
         if isinstance(report, protocol.Record):
             self.records.add(report)
             return
-        assert isinstance(report, protocol.RankReport), "ranks compute no checks"
+        assert isinstance(report, protocol.RankReport), "only workers without a rank check their host"
         if isinstance(report, protocol.RankFailed):
             worker.failure = report.failure  # reported with its death
             return

@@ -28,7 +28,8 @@ from phalanx.recovery.state import Failure
 
 _HEARTBEAT = 0.3  # seconds between two heartbeats to the agents, if there are few
 _LEADERSHIP_SECONDS = 0.1  # for which this node still leads after a look at the registry, as far as records are concerned
-_JOIN_TIMEOUT = 60.0  # seconds in which all nodes must have joined a new launch
+_JOIN_TIMEOUT = 60.0  # seconds in which all nodes must have joined a new launch, and
+_JOIN_TIMEOUT_PER_NODE = 0.1  # more for each: thousands load the same files from one file system
 _SPARES_TIMEOUT = 0.3  # seconds more for nodes without ranks
 _TAKEOVER_TIMEOUT = 1.0  # seconds in which living nodes join a new controller
 
@@ -89,6 +90,8 @@ class Controller(Control):
                 generation.names |= {int(rank): name for rank, name in report.names.items()}
             case protocol.RankDied():
                 self._on_rank_died(report)
+            case protocol.DataPrepared():
+                self._on_data_prepared(node, report)
             case protocol.Record():
                 self.state.members[node].recorded += self._write(report)
             case protocol.StopAsked():
@@ -107,7 +110,8 @@ class Controller(Control):
         known = state.members.get(node)
         if known is not None and known.join.name != join.name:
             self.lose_node(node, "it was started again")
-        state.members[node] = Member(join, (host, port), channel, time.monotonic())
+        state.members[node] = member = Member(join, (host, port), channel, time.monotonic())
+        member.preparing, member.problem = join.preparing, join.problem
         state.unreachable.discard(node)
         if join.stopping is not None:
             self.request_stop(join.stopping)
@@ -123,9 +127,23 @@ class Controller(Control):
             channel.post(codec.encode(protocol.Evict(term=self.term)))
         elif known is not None and known.join.name == join.name:
             self._on_reconnect(node, [worker for worker in join.workers.values() if worker.generation == generation.number])
-        state.joined.add(node)
-        if state.copy_every is not None:  # it can keep copies of others
+        self._take_in(node, member)
+
+    def _take_in(self, node: int, member: Member) -> None:
+        """A node can get ranks, and keep copies of others."""
+        if member.problem and node not in self.state.rejected:
+            self.reject(node, "", f"node {node} cannot read the run's data: {member.problem}")
+        if self.state.generation is None or member.preparing or node in self.state.rejected:
+            return
+        self.state.joined.add(node)
+        if self.state.copy_every is not None:
             self.agent.spawn(self.set_replica_peers())
+
+    def _on_data_prepared(self, node: int, report: protocol.DataPrepared) -> None:
+        member = self.state.members[node]
+        member.preparing, member.problem = False, report.problem
+        if self.state.generation is not None:  # else the check of all hosts comes
+            self._take_in(node, member)
 
     def _on_reconnect(self, node: int, workers: list[protocol.WorkerInfo]) -> None:
         """A node is back on a new connection with these ranks. Reports in between were lost: any other rank of the node is dead."""
@@ -232,13 +250,14 @@ async def _start(control: Control, replanner: Replanner) -> None:
     """Start the first generation once all nodes have joined; if another controller led before, take over its generation."""
     state, agent = control.state, control.agent
     expected = set(range(agent.nodes))
-    await control.until(lambda: expected <= state.members.keys() or state.newest_begin is not None, _JOIN_TIMEOUT)
+    timeout = _JOIN_TIMEOUT + _JOIN_TIMEOUT_PER_NODE * agent.nodes
+    await control.until(lambda: expected <= state.members.keys() or state.newest_begin is not None, timeout)
     newest = state.newest_begin
     if newest is None:
         if missing := expected - state.members.keys():
             logs = agent.rundir.logs
-            control.end(1, f"node {min(missing)} did not start within {_JOIN_TIMEOUT:.0f} s: see its log in {logs}.")
-        else:
+            control.end(1, f"node {min(missing)} did not start within {timeout:.0f} s: see its log in {logs}.")
+        elif await _data_is_prepared(control):
             await _begin_first(control, replanner)
         return
     gone = {newest.author} - {agent.handed_over}
@@ -254,6 +273,19 @@ async def _start(control: Control, replanner: Replanner) -> None:
     _take_over(control, newest, events)
     if state.events and unrecovered:  # the previous controller had begun to recover from them
         state.recovery = RecoveryRecord(unrecovered[0].time, [event.number for event in unrecovered])
+
+
+async def _data_is_prepared(control: Control) -> bool:
+    """Wait for hosts that still tokenize, as long as that takes; False if the run was asked to stop meanwhile, and ends."""
+    state, agent = control.state, control.agent
+    await control.until(
+        lambda: state.stop_requested is not None or not any(member.preparing for member in state.members.values()), float("inf")
+    )
+    if not any(member.preparing for member in state.members.values()):
+        return True
+    agent.emit(Stopped(step=0, reason=agent.stopping or "asked to stop"))
+    control.end(protocol.RESUMABLE)
+    return False
 
 
 def _read_history(control: Control, events: list[Event]) -> list[FailureNoticed]:

@@ -19,7 +19,7 @@ from phalanx.control.processes import BYTES_PER_PARAMETER
 from phalanx.control.store_server import KeyValueStore
 from phalanx.events.frames import Address, to_body
 from phalanx.events.heartbeat import Beat
-from phalanx.events.records import WorkerFailed
+from phalanx.events.records import HostRejected, WorkerFailed
 from phalanx.host.host_check import DeviceResult
 from phalanx.recovery import state as policy
 from phalanx.recovery.diagnose import HangReport
@@ -52,6 +52,10 @@ class Member:
     """Records that have arrived on this connection."""
     leaves: float | None = None
     """When its host goes away, by this machine's clock; None: it stays."""
+    preparing: bool = False
+    """It prepares the run's data, and gets no ranks before."""
+    problem: str = ""
+    """Of the run's data on its host."""
 
 
 @dataclass(slots=True)
@@ -285,7 +289,7 @@ class ControllerState:
         return {
             number: member.join.slots
             for number, member in near
-            if number not in self.rejected and (all_of_them or member.leaves is None)
+            if number not in self.rejected and not member.preparing and (all_of_them or member.leaves is None)
         }
 
     @property
@@ -424,6 +428,11 @@ class Control:
         for node in self.state.leaving:
             if not generation.ranks_on(node) and self.state.recovery is None:
                 self.order(protocol.Release(), node)
+
+    def reject(self, node: int, host: str, message: str) -> None:
+        """A host is not fit for this run: it gets no ranks and keeps no copies."""
+        self.state.rejected.add(node)
+        self.agent.emit(HostRejected(node=node, host=host, message=message))
 
     def lose_node(self, node: int, reason: str, *, silent: bool = False) -> None:
         """Forget a node. Its ranks are dead. `silent`: it may be alive, but not be reachable from here."""

@@ -1,5 +1,5 @@
 """A node's part of the check before the first generation: what its host is, what its devices compute, and how fast its links are. Carries out
-the orders of `control/preflight`."""
+the orders of `control/preflight`. And its part of the data: token files that its host does not have."""
 
 from __future__ import annotations
 
@@ -70,6 +70,28 @@ class NodeCheck:
         ]
         for result in [*results, *missing]:
             self._agent.report(protocol.Computed(result=result))
+
+    async def prepare_data(self, fingerprint: str) -> str:
+        """Have a worker open the run's data, and compare it; returns what is wrong with it. Takes as long as it must: there may be terabytes to tokenize."""
+        answered = asyncio.Event()
+        problem = "the process that opened the run's data has ended; its log has the reason"
+
+        def on_report(worker: Worker, message: object) -> None:
+            nonlocal problem
+            if isinstance(message, protocol.Record):
+                self._agent.records.add(message)
+            elif isinstance(message, protocol.DataPrepared):
+                problem = message.problem
+                answered.set()
+
+        worker = await self._fork(0, on_report)
+        worker.send(protocol.PrepareData(fingerprint=fingerprint))
+        waits = [asyncio.ensure_future(event.wait()) for event in (answered, worker.gone)]
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        for wait in waits:
+            wait.cancel()
+        worker.kill()
+        return problem
 
     async def measure(self, order: protocol.MeasureLinks) -> None:
         """Measure the link to this node's peer of the round, if this node is the first of a pair."""

@@ -15,7 +15,7 @@ from phalanx.control import protocol
 from phalanx.control.controller_state import Control
 from phalanx.control.node_check import COMPUTE_SECONDS
 from phalanx.control.recover import Replanner
-from phalanx.events.records import HostRejected, HostsChecked, Warned
+from phalanx.events.records import HostsChecked, Warned
 from phalanx.host import host_check
 from phalanx.host.host_check import HostProblem, Pair
 from phalanx.recovery.policy import decide
@@ -49,6 +49,11 @@ class Preflight:
 
     async def _check(self) -> None:
         begin, state = time.time(), self._state
+        self._problems = [
+            HostProblem(node, f"The run's data cannot be read on {member.problem}")
+            for node, member in sorted(state.members.items())
+            if member.problem
+        ]
         one_machine = ipaddress.ip_address(self._agent.address[0]).is_loopback
         await self._ask()
         if not one_machine:
@@ -75,8 +80,7 @@ class Preflight:
         self._agent.emit(checked)
         for node in rejected:
             message = " ".join(problem.message for problem in self._problems if problem.host == node)
-            self._agent.emit(HostRejected(node=node, host=checked.hosts.get(str(node), ""), message=message))
-        state.rejected |= rejected.keys()
+            self._control.reject(node, checked.hosts.get(str(node), ""), message)
 
     # --- what the nodes report ---
 

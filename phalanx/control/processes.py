@@ -18,7 +18,7 @@ from typing import Any
 
 from phalanx.checkpointing.replicas import shm_slots
 from phalanx.control.codec import decode, encode
-from phalanx.control.protocol import Computed, RankFailure, RankReport, Record
+from phalanx.control.protocol import Computed, DataPrepared, RankFailure, RankReport, Record
 from phalanx.events import heartbeat
 from phalanx.events.frames import Address
 from phalanx.events.rundir import RunDir
@@ -73,7 +73,7 @@ class Worker:
         self.heartbeat.with_suffix(".stack").unlink(missing_ok=True)
 
 
-OnReport = Callable[[Worker, RankReport | Record | Computed], None]
+OnReport = Callable[[Worker, RankReport | Record | Computed | DataPrepared], None]
 
 
 async def inspect_process(worker: Worker) -> HangReport:

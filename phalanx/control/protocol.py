@@ -112,6 +112,10 @@ class AgentSettings(Message):
     """Variables of the launcher's environment that a host gets which does not set them itself."""
     parent: int | None
     """Process id of the launcher, if it is on this machine. The agent ends with it."""
+    data: str = ""
+    """Fingerprint of the run's data; empty: unknown."""
+    data_opened: bool = False
+    """The run's data was opened on this host, so that its token files are there."""
 
 
 class Leave(Report):
@@ -364,6 +368,13 @@ class Compute(Message):
     """Injected fault: the result is wrong by one bit."""
 
 
+class PrepareData(Message):
+    """Open the run's data, which makes the token files that this host does not have, and report `DataPrepared`."""
+
+    fingerprint: str
+    """Of the data as others have it; empty: unknown."""
+
+
 class CutConnections(Message):
     """Injected fault: shut down all TCP connections of the process once."""
 
@@ -469,6 +480,10 @@ class Join(Report):
     """Newest complete step of its ranks."""
     stopping: str | None
     leaving: Leave | None = None
+    preparing: bool = False
+    """Its ranks cannot start yet: `DataPrepared` follows."""
+    problem: str = ""
+    """Of the run's data on this host."""
 
 
 class HostChecked(Report):
@@ -490,6 +505,12 @@ class LinkMeasured(Report):
     peer: int
     speed: LinkSpeed | None
     """None: they cannot connect."""
+    problem: str = ""
+
+
+class DataPrepared(Report):
+    """The ranks of this node can read the run's data, unless there is a problem."""
+
     problem: str = ""
 
 

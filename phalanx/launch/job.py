@@ -68,6 +68,7 @@ def agent_settings(prepared: Prepared, chaos: str) -> AgentSettings:
         chaos=chaos,
         environment={},
         parent=os.getpid(),
+        data=prepared.data,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from phalanx.control.protocol import AgentSettings
@@ -34,7 +35,7 @@ class Local:
         """This machine sees everything."""
 
     def start(self, settings: AgentSettings, log: Path) -> StartedAgent:
-        return AgentProcess(settings, log)
+        return AgentProcess(replace(settings, data_opened=True), log)
 
 
 LAUNCHER = Local

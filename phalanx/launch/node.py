@@ -84,7 +84,7 @@ def run_node(directory: Path, place: NodePlace, options: NodeOptions, say: Calla
     if (code := meeting.over()) is not None:
         return code
     settings = meeting.settings()
-    if settings is None and place.node == 0:
+    if opened := settings is None and place.node == 0:
         settings = _prepare(rundir, place, options, meeting)
         meeting.publish(settings)
         say(f"prepared {directory} for {place.nodes} nodes")
@@ -95,7 +95,7 @@ def run_node(directory: Path, place: NodePlace, options: NodeOptions, say: Calla
         raise RunError(f"Node 0 has not prepared {directory}: look at its output.")
     run = loads(settings.files[rundir.run_file.name], name=rundir.run_file.name)
     address = _address(run, place, options)
-    own = replace(settings, node=place.node, bind=address, topology=place.topology, parent=os.getpid())
+    own = replace(settings, node=place.node, bind=address, topology=place.topology, parent=os.getpid(), data_opened=opened)
     outcome = _Node(own, rundir, run, meeting, say).follow()
     if outcome is None:
         return LOST

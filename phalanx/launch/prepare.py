@@ -60,6 +60,8 @@ class Prepared:
     """There is a checkpoint to resume from."""
     notices: tuple[str, ...] = ()
     """Sentences for the user, shown before the first step."""
+    data: str = ""
+    """Fingerprint of its data, for runs on several hosts."""
 
 
 def prepare(
@@ -115,7 +117,8 @@ def prepare(
         replace_file(rundir.run_file, dump(planned.run))
         replace_file(rundir.plan_file, planned.plan.to_json())
         _copy_tokenizer(data.tokenizer.files, rundir.tokenizer)
-        return Prepared(planned.run, planned.plan, rundir, started_by, resumes, (*changes, *notices))
+        fingerprint = data.fingerprint if run.cluster.nodes > 1 else ""
+        return Prepared(planned.run, planned.plan, rundir, started_by, resumes, (*changes, *notices), fingerprint)
     except BaseException:
         rundir.release()  # so that the same program can try again
         raise

@@ -55,7 +55,7 @@ class ControlThread:
         """Start to receive, once all callbacks are set: the first orders may be there already."""
         threading.Thread(target=self._receive, name="control", daemon=True).start()
 
-    def report(self, report: protocol.RankReport | protocol.Record | protocol.Computed) -> None:
+    def report(self, report: protocol.RankReport | protocol.Record | protocol.Computed | protocol.DataPrepared) -> None:
         """Send a report or record to the agent, from any thread."""
         with self._lock, contextlib.suppress(OSError):
             self._connection.sendall(json.dumps(codec.encode(report)).encode() + b"\n")

@@ -30,15 +30,16 @@ from phalanx.checkpointing.save import rank_file
 from phalanx.checkpointing.state_tensor import written_boxes
 from phalanx.control import protocol
 from phalanx.data.dataset import Dataset, open_dataset
+from phalanx.data.ingest import Progress
 from phalanx.events.fault_log import FaultClaims
 from phalanx.events.heartbeat import Heartbeat
-from phalanx.events.records import Evaluated, Event, Finished, Step, StepSkipped, Stopped, WorkerStarted, encode
+from phalanx.events.records import Evaluated, Event, Finished, Step, StepSkipped, Stopped, Warned, WorkerStarted, encode
 from phalanx.events.rundir import RunDir, replace_file
 from phalanx.faults.grammar import parse
 from phalanx.parallel.mesh import Mesh, abandoned, connect, disconnect
 from phalanx.recovery.diagnose import HangReport
 from phalanx.recovery.state import is_secondary_error
-from phalanx.spec.errors import PhalanxError
+from phalanx.spec.errors import PhalanxError, RunError, toml
 from phalanx.spec.plan import Place, Plan
 from phalanx.spec.run import Run
 from phalanx.training.hooks.rank_faults import RankFaults
@@ -163,6 +164,8 @@ class Rank(RankProgram):
                     case protocol.Compute():
                         for result in compute_check.results(order):
                             self._control.report(protocol.Computed(result=result))
+                    case protocol.PrepareData():
+                        self._prepare_data(order)
                     case protocol.Halt():
                         self._report_state(order.generation)
                     case protocol.HandOff():
@@ -170,6 +173,29 @@ class Rank(RankProgram):
             except BaseException as error:
                 self._fail(error)
                 return 1
+
+    def _prepare_data(self, order: protocol.PrepareData) -> None:
+        told, host = False, socket.gethostname()
+
+        def tell(progress: Progress) -> None:
+            nonlocal told
+            if not told:
+                told, cache = True, self._run.data.cache
+                self._emit(
+                    Warned(
+                        message=f"{host} tokenizes {progress.name}, because data.cache = {toml(cache)} has no token files of it "
+                        "there. To tokenize once for all hosts, put data.cache on storage that they share."
+                    )
+                )
+
+        try:
+            data = open_dataset(self._run.data, self._run.train.sequence_length, self._run.train.seed, tell)
+            differs = order.fingerprint and data.fingerprint != order.fingerprint
+            why = "it differs from the data on the host that started the run: copy that here, or remove the host."
+            problem = f"{host}: {why}" if differs else ""
+        except RunError as error:
+            problem = f"{host}: {' '.join(error.problems)}"
+        self._control.report(protocol.DataPrepared(problem=problem))
 
     def _run_generation(self, order: protocol.BeginRank) -> int | None:
         """Train until the run or the generation ends; returns an exit code if the run has ended."""

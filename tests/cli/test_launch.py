@@ -125,20 +125,18 @@ def test_every_rank_gets_the_variables_of_torchrun(workshop: Workshop) -> None:
     assert workshop.run("status", "run", "--json").json["state"] == "finished"
 
 
-def test_ddp_script_survives_kills_with_the_same_result(workshop: Workshop) -> None:
+def test_ddp_script_survives_a_kill_with_the_same_result(workshop: Workshop) -> None:
     options = ["launch", "--ranks-per-node", "2", "--json"]
-    script = ["--", sys.executable, EXAMPLE, "--steps", "40", "--seconds", "0.05"]
+    script = ["--", sys.executable, EXAMPLE, "--steps", "20", "--seconds", "0.05"]
     calm = workshop.run(*options, "--run-dir", "calm", *script)
     assert calm.code == 0, calm
     started = workshop.start(*options, "--run-dir", "killed", *script)
     log = workshop.path / "killed/logs/rank-0.log"
-    for kill, step in enumerate((10, 20, 30)):
-        started.until(lambda step=step: log.exists() and f"step {step} " in log.read_text(), f"step {step}")  # type: ignore[misc]
-        events = read_events(workshop.path / "killed/events.jsonl")
-        workers = [event.pid for event in events if isinstance(event, WorkerStarted) and event.rank == kill % 2]
-        os.kill(workers[-1], signal.SIGKILL)
+    started.until(lambda: log.exists() and "step 10 " in log.read_text(), "step 10")
+    events = read_events(workshop.path / "killed/events.jsonl")
+    os.kill(next(event.pid for event in events if isinstance(event, WorkerStarted) and event.rank == 1), signal.SIGKILL)
     ended = started.wait()
-    assert ended.code == 0 and ended.json["recovered"] == 3, ended
+    assert ended.code == 0 and ended.json["recovered"] == 1, ended
 
     def last(run: str) -> dict[str, str]:
         lines = (workshop.path / run / "logs/rank-0.log").read_text().splitlines()
