@@ -1,4 +1,4 @@
-"""`phalanx launch` on Slurm, and with JAX: programs that are not Phalanx's own, kept alive through kills."""
+"""`phalanx launch` on ssh and Slurm, and with JAX: programs that are not Phalanx's own, kept alive through kills."""
 
 from __future__ import annotations
 
@@ -92,6 +92,31 @@ def test_plain_script_survives_kills(tmp_path: Path, script: str, on: str, reque
     recovered = [event for event in events if isinstance(event, Recovered)]
     print(f"{script} on {on}: started again in {[round(event.seconds, 1) for event in recovered]} s")
     assert len(recovered) == 2 and isinstance(events[-1], Finished)
+    assert job.losses == calm.losses
+
+
+@pytest.mark.skipif(not hosts_available(), reason="needs root and network namespaces")
+@pytest.mark.skipif(not Path("/usr/sbin/sshd").exists(), reason="needs the Debian package openssh-server")
+def test_plain_script_survives_the_loss_of_an_ssh_host(tmp_path: Path) -> None:
+    """A spare takes its place. The program saves in the run directory, which the hosts share here."""
+    calm = Launched(tmp_path / "calm", "launch_ddp.py", 60, "--nodes", "2")
+    code, output = calm.end()
+    assert code == 0, output
+    with Hosts(3) as hosts:
+        client = hosts.start_sshd(tmp_path / "ssh", tmp_path / "private")
+        names = tmp_path / "hosts.txt"
+        names.write_text("".join(f"{hosts.address(host)}\n" for host in range(3)))
+        options = ["--on", "ssh", "--hosts", str(names), "--spares", "1", "--set", f"cluster.ssh=ssh -F {client}"]
+        job = Launched(tmp_path / "job", "launch_ddp.py", 60, *options)
+        job.reach(15)
+        hosts.kill_all(1)
+        code, output = job.end()
+    assert code == 0, output
+    events = read_events(job.run_dir / "events.jsonl")
+    (recovered,) = (event for event in events if isinstance(event, Recovered))
+    print(f"started again in {recovered.seconds:.1f} s")
+    assert recovered.action == "spare" and isinstance(events[-1], Finished)
+    assert {event.host for event in events if isinstance(event, WorkerStarted)} == {"h0", "h1", "h2"}
     assert job.losses == calm.losses
 
 

@@ -72,6 +72,19 @@ def losses(events: list[Event]) -> Losses:
     return {event.step: (event.loss, event.batch_digest) for event in events if isinstance(event, Step)}
 
 
+def test_any_program_runs_on_ray(tmp_path: Path) -> None:
+    script = Path(__file__).parents[2] / "examples/launch_ddp.py"
+    launch = [sys.executable, "-m", "phalanx", "launch", "--run-dir", "run", "--nodes", "2"]
+    program = ["--", sys.executable, script, "--steps", "30"]
+    calm = tmp_path / "calm"
+    for folder, command in ((calm, launch), (tmp_path / "ray", [sys.executable, DRIVER, 2, 0, "none", *launch, "--on", "ray"])):
+        folder.mkdir()
+        alone(folder, *command, *program)
+    logs = [(folder / "run/logs/rank-0.log").read_text() for folder in (calm, tmp_path / "ray")]
+    steps = [[line for line in log.splitlines() if line.startswith("step ")] for log in logs]
+    assert steps[0] == steps[1] and len(steps[0]) == 30
+
+
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Losses]:
     @functools.cache
