@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import subprocess
@@ -15,6 +14,7 @@ from typing import NamedTuple
 import pytest
 from hosts import Hosts, available
 
+import phalanx
 from phalanx.events.log import read_events
 from phalanx.events.records import Event, Finished, HostRejected, HostsChecked, Step, WorkerStarted
 
@@ -164,8 +164,9 @@ def test_equal_hosts_pass_on_a_busy_machine(cluster: Cluster, attempt: int) -> N
 
 def other_code(cluster: Cluster) -> Path:
     """Another version of the package for one host."""
-    home = Path(os.environ["PYTHONPATH"].split(os.pathsep)[0])
-    shutil.copytree(home / "phalanx", cluster.folder / "other/phalanx", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(
+        Path(phalanx.__file__).parent, cluster.folder / "other/phalanx", ignore=shutil.ignore_patterns("__pycache__")
+    )
     with (cluster.folder / "other/phalanx/training/step.py").open("a") as file:
         file.write("# changed\n")
     return cluster.python(f"export PYTHONPATH={cluster.folder}/other:$PYTHONPATH")
