@@ -8,7 +8,7 @@ RUN := runs/quickstart-$(shell date +%Y%m%d-%H%M%S)
 # Tests start hundreds of processes: what they import is compiled once, not by each of them.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup quickstart test test-slow test-clusters lint types contracts tests bench planner-accuracy planner-fit docs clean
+.PHONY: setup quickstart test test-slow test-clusters test-soak lint types contracts tests bench planner-accuracy planner-fit docs clean
 
 setup: $(STAMP)
 
@@ -41,18 +41,21 @@ contracts: setup
 WORKERS ?= auto
 
 tests: setup
-	$(BIN)/python -m pytest -m "not slow and not clusters" --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -m "not slow and not clusters and not soak" --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 # Proofs that take minutes: run before an issue is resolved.
 test-slow: setup
 	$(BIN)/python -m pytest -m slow
 
-# Several hosts, as network namespaces of this machine; needs root.
 # Hosts as network namespaces, with ssh, Slurm, Ray and Kubernetes. Needs root and Debian's packages, which it installs where it may; without, tests skip.
 test-clusters: setup
 	-command -v sshd slurmctld munged nft >/dev/null || { [ $$(id -u) = 0 ] && apt-get install --yes --quiet openssh-server slurm-wlm munge nftables; }
 	-$(BIN)/python -m pip install --quiet --constraint constraints.txt 'ray[default]>=2.40' 'kubernetes-validate>=1.34' jax
 	$(BIN)/python -m pytest -m clusters tests/clusters
+
+# 2,000 steps on three such hosts, with a random fault every 20 seconds.
+test-soak: setup
+	$(BIN)/python -m pytest -m soak tests/clusters
 
 # Steps per second and start-up beside hand-written loops; needs a quiet machine.
 bench: setup

@@ -24,6 +24,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 from hosts import losses
@@ -100,11 +101,11 @@ class Faults:
         kind = self._random.choice(
             ["host", "link", "rank", "frozen rank", "agent", "fork server", "replica server", "host's disk", "disk"]
         )
-        what = f"{kind} {host}, {seconds:.0f} s"
+        host = 0 if kind == "disk" else host
         # A second fault of one kind at a host that has it already would be repaired by the first one's repair.
         if (kind, host) in self._broken:
             return
-        print(f"{time.strftime('%H:%M:%S')} {what}", flush=True)
+        print(f"{time.strftime('%H:%M:%S')} {kind} {host}, {seconds:.0f} s", flush=True)
         self.injected.append((time.time(), kind))
         match kind:
             case "host":
@@ -178,7 +179,7 @@ def _empty(folder: Path) -> None:
         (folder / "filler").unlink(missing_ok=True)
 
 
-def soak(folder: Path, steps: int, every: float, seed: int) -> dict[str, object]:
+def soak(folder: Path, steps: int, every: float, seed: int) -> dict[str, Any]:
     """Run, and compare with an undisturbed run; returns what happened."""
     with three_hosts(folder, RUN.format(steps=steps)) as cluster:
         private = folder / "private"
@@ -206,15 +207,13 @@ def soak(folder: Path, steps: int, every: float, seed: int) -> dict[str, object]
             finally:
                 faults.stop()
                 process.kill()
-                keep = Path(tempfile.mkdtemp(prefix="soak-"))
-                shutil.copytree(private / "run", keep / "run", dirs_exist_ok=True)
-                print(f"the run directory is kept in {keep}", flush=True)
+                shutil.copytree(private / "run", folder / "run")  # its disk goes away
             return report(events, undisturbed, faults, time.monotonic() - begin)
         finally:
             subprocess.run(["umount", "--lazy", str(private)], check=False)
 
 
-def report(events: list[Event], undisturbed: list[Event], faults: Faults, seconds: float) -> dict[str, object]:
+def report(events: list[Event], undisturbed: list[Event], faults: Faults, seconds: float) -> dict[str, Any]:
     ours, others = losses(events), losses(undisturbed)
     missing = sorted(others.keys() - ours.keys())
     recovered = [event for event in events if isinstance(event, Recovered)]
@@ -241,9 +240,10 @@ def main() -> None:
     parser.add_argument("--every", type=float, default=20.0, help="seconds between two faults, on average")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        for name, value in soak(Path(folder), options.steps, options.every, options.seed).items():
-            print(f"{name}: {value}")
+    folder = Path(tempfile.mkdtemp(prefix="soak-"))
+    print(f"in {folder}", flush=True)
+    for name, value in soak(folder, options.steps, options.every, options.seed).items():
+        print(f"{name}: {value}")
 
 
 if __name__ == "__main__":
