@@ -93,7 +93,7 @@ def problems(run: Run) -> list[str]:
     found = []
     if settings.image is None:
         found.append(f"{table}.image is missing: name a container image with Phalanx, such as registry.example.com/phalanx:1.")
-    if settings.volume is None and run.checkpoint.url is None:
+    if settings.volume is None and run.checkpoint.url is None and run.command.program is None:  # a program saves where it likes
         found.append(
             f"The pods share no folder for checkpoints: set {table}.volume to a PersistentVolumeClaim that many pods can write "
             "(ReadWriteMany), or checkpoint.url to an object store, such as s3://bucket/folder."

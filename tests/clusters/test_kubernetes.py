@@ -160,6 +160,44 @@ def test_run_trains_through_the_rendered_manifests(
     assert not any(token in pod.log.read_bytes() for pod in cluster.pods.values())
 
 
+def test_any_program_runs_in_pods_and_survives_a_killed_one(tmp_path: Path, cluster: KubeCluster) -> None:
+    cluster.claim("data")
+    script = Path(__file__).parents[2] / "examples/launch_ddp.py"
+    launch = [sys.executable, "-m", "phalanx", "launch", "--run-dir", "run", "--nodes", "2"]
+    program = ["--", sys.executable, str(script), "--steps", "60", "--seconds", "0.1"]
+    kubernetes = ["--on", "kubernetes", "--set", "cluster.kubernetes.image=phalanx:test"]
+    kubernetes += ["--set", "cluster.kubernetes.volume=data", "--set", "cluster.device=cpu"]
+    env = {**os.environ, "KUBECONFIG": str(cluster.kubeconfig()), "CUDA_VISIBLE_DEVICES": ""}
+    for name in ("calm", "job"):
+        (tmp_path / name).mkdir()
+    calm = subprocess.run([*launch, *program], cwd=tmp_path / "calm", env=env, capture_output=True, text=True)
+    assert calm.returncode == 0, calm
+    job = subprocess.Popen(
+        [*launch, *kubernetes, *program],
+        cwd=tmp_path / "job",
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    log, deadline = cluster.claims["data"] / "run/logs/rank-0.log", time.monotonic() + 200
+    while not log.exists() or "step 20 " not in log.read_text():
+        assert time.monotonic() < deadline and job.poll() is None, job.communicate()[0]
+        time.sleep(0.1)
+    pod = cluster.running(1)
+    assert pod is not None
+    cluster.hosts.kill_all(pod.host)
+    output, _ = job.communicate(timeout=300)
+    assert job.returncode == 0, output
+    events = read_events(tmp_path / "job/run/events.jsonl")
+    assert any(isinstance(event, Recovered) for event in events), output
+
+    def losses_in(text: str) -> dict[str, str]:
+        return dict(re.findall(r"^(step \d+) loss (\S+)$", text, re.MULTILINE))
+
+    assert losses_in(log.read_text()) == losses_in((tmp_path / "calm/run/logs/rank-0.log").read_text())
+
+
 def token_of(cluster: KubeCluster) -> bytes:
     (secret,) = cluster.server.of_kind("secrets").values()
     return str(json.loads(base64.b64decode(secret["data"]["settings"]))["token"]).encode()
