@@ -48,7 +48,7 @@ class Agent(NodeServices):
 
     def __init__(self, settings: protocol.AgentSettings):
         super().__init__(settings)
-        self.slots, self._bind, self._chaos = settings.slots, settings.bind, settings.chaos
+        self.slots, self._bind = settings.slots, settings.bind
         self._topology = settings.topology
         self.last_begin: protocol.BeginGeneration | None = None
         """The order that began the newest generation."""
@@ -61,7 +61,7 @@ class Agent(NodeServices):
         self._forked = 0
         self._restarting: asyncio.Task[Any] | None = None
         self._refused, self._refusal_recorded = 0, 0.0
-        self._faults = NodeFaults(self, self._chaos)
+        self._faults = NodeFaults(self)
         self._check = NodeCheck(self, self.slots, self._bind, self._fork)
         self._preparing, self._data, self._data_problem = trains and not settings.data_opened, settings.data, ""
 
@@ -158,6 +158,9 @@ class Agent(NodeServices):
             self.emit(StrangerRefused(address=address, node=self.node, reason=reason, count=self._refused))
             self._refused, self._refusal_recorded = 0, time.monotonic()
 
+    def flush(self) -> None:
+        self._leader.flush()
+
     def drop_link(self, node: int) -> None:
         """Injected fault: the link to another node breaks."""
         for worker in self.workers.values():
@@ -252,6 +255,7 @@ class Agent(NodeServices):
                 self.spawn(self._check.measure(order))
             case protocol.BeginGeneration():
                 self._check.close()
+                self._faults.on_begin(order.injected)
                 await self._begin(order)
             case protocol.Halt() | protocol.Pause() | protocol.LocateRanks():
                 for worker in self._workers_of(order.generation):
@@ -324,7 +328,7 @@ class Agent(NodeServices):
             node=self.node,
             copy_every=order.copy_every,
         )
-        return protocol.BeginRank(begin=order, place=place, heartbeat=str(worker.heartbeat), chaos=self._chaos)
+        return protocol.BeginRank(begin=order, place=place, heartbeat=str(worker.heartbeat), chaos=self.chaos)
 
     async def _fork(self, slot: int, on_report: OnReport | None = None) -> Worker:
         self._forked += 1

@@ -21,7 +21,18 @@ from phalanx.control.recover import Recovery, Replanner
 from phalanx.control.watchdog import Watchdog, worker_failure
 from phalanx.events.frames import Refused
 from phalanx.events.heartbeat import Beat
-from phalanx.events.records import ControllerChanged, Event, FailureNoticed, Finished, HostRejected, Recovered, Step, Stopped
+from phalanx.events.records import (
+    ControllerChanged,
+    Event,
+    FailureNoticed,
+    FaultInjected,
+    Finished,
+    HostRejected,
+    Recovered,
+    Step,
+    Stopped,
+    decode,
+)
 from phalanx.host.probe import this_machine
 from phalanx.recovery.diagnose import HangReport
 from phalanx.recovery.state import Failure
@@ -167,6 +178,8 @@ class Controller(Control):
             if not self.leads:
                 return False
             self._leadership_checked = time.monotonic()
+        if self.agent.chaos and isinstance(event := decode(record.line), FaultInjected):
+            self.state.on_fault(event, self.agent.chaos)
         # The ranks of a former generation may have kept a record back. Those that survived have written the steps since.
         newest = 0 if self.state.generation is None else self.state.generation.number
         late = record.generation is not None and record.generation < newest
@@ -295,6 +308,8 @@ def _read_history(control: Control, events: list[Event]) -> list[FailureNoticed]
     for event in events:
         if isinstance(event, HostRejected):
             state.rejected.add(event.node)
+        elif isinstance(event, FaultInjected):
+            state.on_fault(event, control.agent.chaos)
         elif isinstance(event, FailureNoticed):
             unrecovered[event.number] = event
             state.failures = max(state.failures, event.number)

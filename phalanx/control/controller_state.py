@@ -9,7 +9,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import groupby
+from itertools import groupby, islice
 
 from phalanx.checkpointing.replicas import replica_index, shm_slots
 from phalanx.control import codec, protocol
@@ -19,7 +19,8 @@ from phalanx.control.processes import BYTES_PER_PARAMETER
 from phalanx.control.store_server import KeyValueStore
 from phalanx.events.frames import Address, to_body
 from phalanx.events.heartbeat import Beat
-from phalanx.events.records import HostRejected, WorkerFailed
+from phalanx.events.records import FaultInjected, HostRejected, WorkerFailed
+from phalanx.faults.grammar import parse
 from phalanx.host.host_check import DeviceResult
 from phalanx.recovery import state as policy
 from phalanx.recovery.diagnose import HangReport
@@ -245,6 +246,8 @@ class ControllerState:
     """Ranks without a process while the run waits for a node."""
     first_step: int = 0
     """Step that this launch began from."""
+    injected: set[int] = field(default_factory=set)
+    """Faults of `--chaos` that have happened, by number."""
     recovery: RecoveryRecord | None = None
     """The recovery whose first step is not complete yet."""
     stop_requested: float | None = None
@@ -298,6 +301,11 @@ class ControllerState:
 
     def replica_servers(self) -> list[Address]:
         return [member.replica_server for node, member in self.members.items() if node not in self.rejected]
+
+    def on_fault(self, event: FaultInjected, chaos: str) -> None:
+        """One of the faults of `--chaos` happens now."""
+        numbers = (number for number, fault in enumerate(parse(chaos)) if str(fault) == event.fault)
+        self.injected |= set(islice((number for number in numbers if number not in self.injected), 1))
 
     def take_events(self) -> list[policy.Event]:
         """Everything that has happened since the last call."""
@@ -509,6 +517,7 @@ class Control:
                 copy_every=state.copy_every,
                 save_only=save_only,
                 author=self.agent.node,
+                injected=sorted(state.injected),
             )
         )
 

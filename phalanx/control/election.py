@@ -97,7 +97,7 @@ class NodeServices(ABC):
     def __init__(self, settings: protocol.AgentSettings):
         self.rundir = RunDir(Path(settings.run_dir))
         self.node, self.nodes, self.token = settings.node, settings.nodes, settings.token
-        self.hosts = settings.hosts
+        self.hosts, self.chaos = settings.hosts, settings.chaos
         self.sees_launch = self.rundir.launch_id == settings.launch
         """This host sees the run directory of the launcher."""
         if not self.sees_launch:
@@ -157,6 +157,10 @@ class NodeServices(ABC):
     @abstractmethod
     def report(self, report: protocol.Report) -> None: ...
     @abstractmethod
+    def flush(self) -> None:
+        """Send what has been reported, now: this process may end."""
+
+    @abstractmethod
     def drop_link(self, node: int) -> None: ...
     @abstractmethod
     def on_refused(self, address: str, reason: str) -> None: ...
@@ -186,9 +190,10 @@ class LeaderClient:
             return
         self._unsent.append(report)
         if len(self._unsent) == 1:
-            asyncio.get_running_loop().call_later(_REPORT_DELAY * self._agent.nodes, self._send_all)
+            asyncio.get_running_loop().call_later(_REPORT_DELAY * self._agent.nodes, self.flush)
 
-    def _send_all(self) -> None:
+    def flush(self) -> None:
+        """Send what is waiting, now."""
         reports, self._unsent = self._unsent, []
         if self._channel is not None and reports:
             self._channel.post(codec.encode(reports[0] if len(reports) == 1 else protocol.Reports(reports=reports)))
@@ -286,7 +291,7 @@ class LeaderClient:
             pass
         finally:
             self._agent.records.connect(None)
-            self._send_all()
+            self.flush()
             if channel is not self._refused:
                 channel.close()
             self._channel = None

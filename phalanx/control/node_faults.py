@@ -21,10 +21,10 @@ _DEFAULT_SECONDS = 5.0  # duration of a full disk or broken link if the fault ha
 class NodeFaults:
     """The faults that one agent injects."""
 
-    def __init__(self, agent: NodeServices, chaos: str):
+    def __init__(self, agent: NodeServices):
         self._agent = agent
         run_dir: Path = agent.rundir.path
-        faults = parse(chaos)
+        faults = parse(agent.chaos)
         self._claims = FaultClaims(run_dir)
         self._pending = {
             number: fault for number, fault in enumerate(faults) if is_node_fault(fault) and fault.kind != "miscompute"
@@ -39,6 +39,12 @@ class NodeFaults:
         for fault in self._miscomputes:
             self._agent.emit(fault_record(fault, None))
         return bool(self._miscomputes)
+
+    def on_begin(self, injected: list[int]) -> None:
+        """These faults have happened: a host that shares no folder with the others learns it here, for its ranks, too."""
+        for number in injected if not self._agent.sees_launch else ():
+            self._claims.claim(number)
+            self._pending.pop(number, None)
 
     def on_step(self, step: int) -> None:
         """Inject the faults that are due after this many complete steps."""
@@ -82,6 +88,7 @@ class NodeFaults:
     def _kill_node(self, seconds: float | None) -> None:
         """Kill every process of the node at once, like a power failure: no memory is given back."""
         tell_launcher(NodeAway(seconds=seconds))
+        self._agent.flush()
         pids = [self._agent.replica_process.pid, self._agent.fork_client.pid, *(worker.pid for worker in self._living())]
         for pid in [*pids, os.getpid()]:
             os.kill(pid, signal.SIGKILL)
@@ -93,6 +100,7 @@ class NodeFaults:
             self._waker = subprocess.Popen(
                 ["sh", "-c", f"sleep {seconds}; kill -CONT {wake} 2>/dev/null"], start_new_session=True
             )
+        self._agent.flush()
         for pid in pids:
             os.kill(pid, signal.SIGSTOP)
 

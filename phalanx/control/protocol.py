@@ -254,6 +254,8 @@ class BeginGeneration(Order):
     """The ranks restore, save and end."""
     author: int
     """Node of the controller."""
+    injected: list[int] = field(default_factory=list)
+    """Faults of `--chaos` that have happened, by number."""
 
     @property
     def assignment(self) -> tuple[int, ...]:

@@ -21,7 +21,7 @@ from typing import Protocol
 
 from phalanx.control.protocol import NodeInfo
 from phalanx.events.log import RecordWriter, launch_events
-from phalanx.events.records import Event, FailureNoticed, Finished, HostRejected, Recovered
+from phalanx.events.records import Event, FailureNoticed, FaultInjected, Finished, HostRejected, Recovered
 from phalanx.events.rundir import RunDir
 
 _NUMBER = r"([0-9]{5}|[1-9][0-9]{5,8})"  # one spelling for each number
@@ -29,7 +29,7 @@ _TERM, _NODE = re.compile(f"term-{_NUMBER}"), re.compile(rf"node-{_NUMBER}\.json
 _AUTHOR = re.compile(r"[A-Za-z0-9-]{1,50}")  # short enough to be stored inside the link's inode
 _MAX_NODE_FILE = 64 << 10  # bytes
 
-HISTORY = (FailureNoticed, Recovered, Finished, HostRejected)
+HISTORY = (FailureNoticed, Recovered, Finished, HostRejected, FaultInjected)
 """Records that a new controller needs, and the newest step."""
 
 

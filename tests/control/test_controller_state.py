@@ -8,7 +8,7 @@ import pytest
 from controllers import plan_on
 
 from phalanx.control.codec import decode, encode
-from phalanx.control.controller_state import Generation
+from phalanx.control.controller_state import ControllerState, Generation
 from phalanx.control.protocol import (
     Beats,
     BeginGeneration,
@@ -26,7 +26,9 @@ from phalanx.control.protocol import (
     SurvivorReport,
     WorkerInfo,
 )
+from phalanx.events.fault_log import fault_record
 from phalanx.events.heartbeat import Beat
+from phalanx.faults.grammar import parse
 from phalanx.spec.layout import Layout
 from phalanx.spec.plan import Place, Plan, Promise
 
@@ -169,3 +171,13 @@ def test_messages_survive_json() -> None:
         assert decode(json.loads(json.dumps(encode(message)))) == message
     beats = Beats(beats={"0": Beat(step=3, phase="data", generation=1)})
     assert Beat(*decode(json.loads(json.dumps(encode(beats)))).beats["0"]) == beats.beats["0"]
+
+
+def test_injected_faults_are_known_by_number() -> None:
+    chaos = "kill rank=1 step=5; fill-disk; kill rank=1 step=5; kill node=2 step=9"
+    faults, state = parse(chaos), ControllerState(wanted=Layout())
+    for number in (2, 3):
+        state.on_fault(fault_record(faults[number], 5), chaos)
+    assert state.injected == {0, 3}, "of two equal faults the first"
+    state.on_fault(fault_record(faults[0], 5), chaos)
+    assert state.injected == {0, 2, 3}
