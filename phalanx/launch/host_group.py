@@ -32,7 +32,14 @@ class HostGroup(ABC):
     def __init__(self, run: Run, names: list[str]):
         """`names`: of the hosts, for messages."""
         self._run, self._names, self.nodes = run, names, len(names)
-        self.hosts = max(1, self.nodes - run.resilience.spares)
+        self.hosts, spares, fewest = self.nodes - run.resilience.spares, run.resilience.spares, run.command.min_nodes
+        if self.hosts < 1:
+            remedy = f"set it to at most {self.nodes - 1}, or add hosts"
+            raise RunError(f"resilience.spares = {spares} of {self.nodes} hosts leaves none to train on: {remedy}.")
+        if fewest is not None and fewest > self.hosts:
+            raise RunError(
+                f"command.min_nodes = {fewest} is more than the {self.hosts} hosts that run the program: set it to at most {self.hosts}."
+            )
         self._reports: list[HostReport] = []
 
     def machine(self) -> Machine:

@@ -41,6 +41,10 @@ class AgentHost:
 
     def __init__(self) -> None:
         self._agent: AgentProcess | None = None
+        self._waiting: dict[int, dict[str, Any]] = {}
+        """Messages for the agent that came before it, or before others."""
+        self._passed_on = 0
+        self._lock = threading.Lock()
 
     def report(self, question: dict[str, Any]) -> dict[str, Any]:
         """This node, as a `HostReport`."""
@@ -57,12 +61,21 @@ class AgentHost:
         own = replace(own, bind=given or get_node_ip_address())
         logs = Path(own.run_dir) / "logs"
         logs.mkdir(parents=True, exist_ok=True)
-        self._agent = AgentProcess(own, logs / f"node-{own.node}.log")
+        with self._lock:
+            self._agent = AgentProcess(own, logs / f"node-{own.node}.log")
+            self._pass_on()
         return str(ray.get_runtime_context().get_node_id())
 
-    def send(self, message: dict[str, Any]) -> None:
-        if self._agent is not None:
-            self._agent.send(decode(message))
+    def send(self, number: int, message: dict[str, Any]) -> None:
+        """Pass a message on to the agent. Calls of an actor with several threads are not in order, so that messages are numbered."""
+        with self._lock:
+            self._waiting[number] = message
+            self._pass_on()
+
+    def _pass_on(self) -> None:
+        while self._agent is not None and self._passed_on in self._waiting:
+            self._agent.send(decode(self._waiting.pop(self._passed_on)))
+            self._passed_on += 1
 
     def receive(self) -> tuple[list[dict[str, Any]], int | None]:
         """Messages of the agent, as soon as there are any; and its exit code, None while it lives."""
@@ -79,7 +92,7 @@ class RayAgent:
     def __init__(self, actor: Any, settings: AgentSettings):
         self._actor, self._messages = actor, deque[Message]()
         self._code: int | None = None
-        self._told = False
+        self._told, self._sent = False, 0
         self.ray_node: str | None = None
         """Ray's id of the node; None while it starts."""
         self._readable, self._wake = os.pipe()
@@ -108,7 +121,8 @@ class RayAgent:
 
     def send(self, message: Message) -> bool:
         if self._code is None:
-            self._actor.send.remote(encode(message))
+            self._actor.send.remote(self._sent, encode(message))
+            self._sent += 1
         return self._code is None
 
     def leave(self, deadline: float | None) -> None:

@@ -13,7 +13,7 @@ from phalanx.spec.errors import RunError, around, divisors, either, multiples, n
 from phalanx.spec.keys import BARE, KEYS, OPTIONAL, Finding, Wrong, apply_rules, keys_in, tables_in
 from phalanx.spec.model import ModelSpec
 from phalanx.spec.origin import origin, overridable
-from phalanx.spec.run import PORTS_PER_NODE, Run, Source
+from phalanx.spec.run import PORTS_PER_NODE, Cluster, Run, Source
 from phalanx.spec.sources import kinds, vocabulary_size
 
 
@@ -173,9 +173,14 @@ def _resilience(run: Run) -> Iterator[str]:
         )
 
 
+def _nodes_are_counted(run: Run) -> bool:
+    """Whether the launcher knows how many nodes there are, and the run file does not say: it is checked again then."""
+    return run.cluster.launcher in ("ssh", "ray") and run.cluster.nodes == Cluster().nodes
+
+
 def _spares(run: Run) -> Iterator[str]:
     spares, nodes = run.resilience.spares, run.cluster.nodes
-    if spares >= nodes:
+    if spares >= nodes and not _nodes_are_counted(run):
         fewer = f"set it to at most {nodes - 1}" if nodes > 1 else "remove it"
         remedy = f"{fewer}, or raise cluster.nodes to at least {spares + 1}"
         yield f"$resilience.spares of $cluster.nodes leaves no node to train on: {remedy}."
@@ -186,7 +191,7 @@ def _command(run: Run) -> Iterator[str]:
     if not run.command.program:
         yield '$command.program is empty: give a program and its arguments, such as ["python", "train.py"].'
     training, fewest = run.cluster.nodes - run.resilience.spares, run.command.min_nodes
-    if fewest is not None and fewest > training > 0:
+    if fewest is not None and fewest > training > 0 and not _nodes_are_counted(run):
         yield (
             f"$command.min_nodes is more than the {training} nodes that run the program$(cluster.nodes)$(resilience.spares): set it to at "
             f"most {training}, or raise cluster.nodes."
