@@ -24,27 +24,22 @@ class Cluster(NamedTuple):
     store: Store
     client: Path
 
-    def train(self, run_dir: str, *words: str) -> subprocess.Popen[str]:
+    def train(self, run_dir: str, *words: str) -> subprocess.Popen[bytes]:
         settings = [f"checkpoint.url=s3://{self.store.bucket()}/run", f"cluster.ssh=ssh -F {self.client}"]
         command = [sys.executable, "-m", "phalanx", "train", "run.toml", *settings, "--run-dir", f"private/{run_dir}", *words]
-        return subprocess.Popen(
-            command,
-            cwd=self.folder,
-            env=os.environ | self.store.env(),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+        with (self.folder / f"{run_dir}.out").open("wb") as output:  # not a pipe that nobody empties
+            return subprocess.Popen(
+                command, cwd=self.folder, env=os.environ | self.store.env(), stdout=output, stderr=subprocess.STDOUT
+            )
 
-    def follow(self, process: subprocess.Popen[str], run_dir: str, on_event: Callable[[Event], None]) -> list[Event]:
+    def follow(self, process: subprocess.Popen[bytes], run_dir: str, on_event: Callable[[Event], None]) -> list[Event]:
         """Call back for every event until the run has ended; returns its events."""
         reader = EventReader(self.folder / "private" / run_dir / "events.jsonl")
         while process.poll() is None:
             for event in reader.new():
                 on_event(event)
             time.sleep(0.05)
-        output, _ = process.communicate()
-        assert process.returncode == 0, output
+        assert process.returncode == 0, (self.folder / f"{run_dir}.out").read_text()[-4000:]
         return read_events(self.folder / "private" / run_dir / "events.jsonl")
 
 
