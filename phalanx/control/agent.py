@@ -178,7 +178,7 @@ class Agent(NodeServices):
             workers={
                 worker.name: protocol.WorkerInfo(rank=worker.rank, generation=worker.generation, exit_code=worker.exit_code)
                 for worker in self.workers.values()
-                if not worker.gone.is_set() or worker.exit_code is not None
+                if worker.rank is not None and (not worker.gone.is_set() or worker.exit_code is not None)
             },
             last_begin=self.last_begin,
             step=max((beat.step for beat in self._beats().values()), default=None),
@@ -272,7 +272,8 @@ class Agent(NodeServices):
                     self.spawn(self._inspect(worker, order))
             case protocol.Evict():
                 for worker in self.workers.values():
-                    worker.kill()
+                    if worker.rank is not None:  # else it prepares the data
+                        worker.kill()
             case protocol.Release():
                 self._over.set()
             case protocol.Stop():
@@ -288,13 +289,13 @@ class Agent(NodeServices):
         ]
 
     async def _begin(self, order: protocol.BeginGeneration) -> None:
-        """Start this node's ranks of a generation: survivors by name, the others forked now. Workers without a rank are killed."""
+        """Start this node's ranks of a generation: survivors by name, the others forked now. Workers that lose theirs are killed."""
         self.last_begin = order
         kept = self._kept.names if self._kept is not None and self._kept.generation == order.generation else {}
         names = {rank: kept.get(str(rank)) for rank in order.ranks_on(self.node)}
         survivors = {name for name in names.values() if name is not None}
         for worker in self.workers.values():
-            if worker.name not in survivors and worker.exit_code is None:
+            if worker.rank is not None and worker.name not in survivors and worker.exit_code is None:
                 worker.kill()
         free = iter(sorted(set(range(self.slots)) - {self.workers[name].slot for name in survivors if name in self.workers}))
         new = [rank for rank, name in names.items() if name is None]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 from small_tokenizers import save_bpe
 
 from phalanx.control.protocol import AgentSettings
-from phalanx.events.records import Event, HostRejected, Recovered, Step, Warned
+from phalanx.events.records import Event, FailureNoticed, HostRejected, Recovered, Step, Warned
 from phalanx.launch.agent_process import AgentProcess
 from phalanx.launch.job import Job
 from phalanx.launch.launcher import StartedAgent
@@ -31,7 +32,7 @@ cache = "~/cache"
 batch = 4
 micro_batch = 1
 sequence_length = 32
-steps = 12
+steps = {steps}
 [layout]
 data = 2
 [cluster]
@@ -67,13 +68,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def job(folder: Path, name: str, nodes: int, spares: int = 0) -> Job:
-    run = loads(RUN.format(folder=folder, nodes=nodes, spares=spares))
+def job(folder: Path, name: str, nodes: int, spares: int = 0, steps: int = 12, chaos: str = "") -> Job:
+    run = loads(RUN.format(folder=folder, nodes=nodes, spares=spares, steps=steps))
     prepared = prepare(run, "run", Request(directory=folder / name))
     if nodes > 1:
         assert isinstance(prepared.launcher, Local)
         prepared = replace(prepared, launcher=OwnHomes(prepared.launcher, folder))
-    return Job(prepared)
+    return Job(prepared, chaos)
 
 
 def losses(events: list[Event]) -> list[float]:
@@ -107,3 +108,15 @@ def test_host_with_other_data_or_none_is_named_and_left_out(folder: Path, proble
     (rejected,) = (event for event in events if isinstance(event, HostRejected))
     assert rejected.node == 1 and problem in rejected.message
     assert not any(isinstance(event, Recovered) for event in events) and len(losses(events)) == 12
+
+
+def test_host_that_comes_back_with_an_empty_disk_tokenizes_while_the_others_train(folder: Path) -> None:
+    running, events = job(folder, "run", nodes=2, steps=1000, chaos="kill node=1 step=4 for=0.5s"), []
+    for event in running.events():
+        events.append(event)
+        if isinstance(event, FailureNoticed):
+            shutil.rmtree(folder / "home-1/cache")
+        if isinstance(event, Recovered) and event.action == "grow":
+            running.stop("seen enough")
+    assert [event.action for event in events if isinstance(event, Recovered)] == ["shrink", "grow"]
+    assert tokenizing(events) == 3 and not any(isinstance(event, HostRejected) for event in events)
