@@ -6,7 +6,9 @@ import pytest
 from many_nodes import measure
 
 
-@pytest.mark.parametrize("processes", [2, 0], ids=["over connections", "in memory"])
+@pytest.mark.parametrize(
+    "processes", [pytest.param(2, id="over connections"), pytest.param(0, id="in memory", marks=pytest.mark.slow)]
+)
 def test_lost_and_silent_nodes_are_noticed_and_nobody_else(processes: int) -> None:
     check(measure(24, 4, 3, processes, steady=1.0), nodes=24, slots=4, lost=3)
 

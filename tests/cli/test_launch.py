@@ -125,6 +125,7 @@ def test_every_rank_gets_the_variables_of_torchrun(workshop: Workshop) -> None:
     assert workshop.run("status", "run", "--json").json["state"] == "finished"
 
 
+@pytest.mark.slow
 def test_ddp_script_survives_a_kill_with_the_same_result(workshop: Workshop) -> None:
     options = ["launch", "--ranks-per-node", "2", "--json"]
     script = ["--", sys.executable, EXAMPLE, "--steps", "20", "--seconds", "0.05"]

@@ -148,7 +148,7 @@ def test_controller_loss_elects_another_node_and_a_spare_joins(workshop: Worksho
     assert all(one.path.startswith("memory") for one in of(events, Restored)), "the disk was read"
 
 
-@pytest.mark.parametrize("source", ["memory", "disk"])
+@pytest.mark.parametrize("source", [pytest.param("memory", marks=pytest.mark.slow), "disk"])
 def test_corruption_between_two_checks_is_undone(workshop: Workshop, undisturbed: Callable[..., Path], source: str) -> None:
     """Found in step 10, before it is applied. Until then, gradients computed with the wrong weights have changed everybody's state."""
     copies = ("checkpoint.memory_every=1",) if source == "memory" else ()
@@ -161,6 +161,7 @@ def test_corruption_between_two_checks_is_undone(workshop: Workshop, undisturbed
     assert (recovery.source, recovery.step) == (source, 4 if source == "memory" else 3)
 
 
+@pytest.mark.slow  # tests/clusters/test_cut_links.py does it with cables
 def test_controller_that_is_cut_off_leaves_the_run_to_the_others(workshop: Workshop, undisturbed: Callable[..., Path]) -> None:
     faults = "drop-link 0-1 step=8 for=600s; drop-link 0-2 step=8 for=600s"
     events = disturbed(workshop, *FOUR, "cluster.nodes=3", "resilience.spares=1", "--chaos", faults)

@@ -96,7 +96,7 @@ def test_each_host_tokenizes_once_before_its_ranks_start(folder: Path) -> None:
     assert {path.parts[-4] for path in folder.glob("home-*/cache/tokens-*/tokens.json")} == {"home-0", "home-1"}
 
 
-@pytest.mark.parametrize("problem", ["cannot be written", "differs from the data"])
+@pytest.mark.parametrize("problem", [pytest.param("cannot be written", marks=pytest.mark.slow), "differs from the data"])
 def test_host_with_other_data_or_none_is_named_and_left_out(folder: Path, problem: str) -> None:
     if problem == "cannot be written":
         (folder / "home-1/cache").write_text("not a folder")
@@ -110,6 +110,7 @@ def test_host_with_other_data_or_none_is_named_and_left_out(folder: Path, proble
     assert not any(isinstance(event, Recovered) for event in events) and len(losses(events)) == 12
 
 
+@pytest.mark.slow
 def test_host_that_comes_back_with_an_empty_disk_tokenizes_while_the_others_train(folder: Path) -> None:
     running, events = job(folder, "run", nodes=2, steps=1000, chaos="kill node=1 step=4 for=0.5s"), []
     for event in running.events():

@@ -68,7 +68,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[Event]:
     return train(tmp_path_factory.mktemp("alone") / "run", nodes=1, spares=0, leave=None)[1]
 
 
-@pytest.mark.parametrize("node", [0, 1], ids=["controller", "other"])
+@pytest.mark.parametrize("node", [pytest.param(0, id="controller"), pytest.param(1, id="other", marks=pytest.mark.slow)])
 def test_spare_takes_the_place_of_a_leaving_node(tmp_path: Path, undisturbed: list[Event], node: int) -> None:
     code, events, launcher = train(tmp_path / "run", nodes=3, spares=1, leave=node)
     assert code == 0 and losses(events) == losses(undisturbed), "every step once, and as without the move"
