@@ -98,9 +98,10 @@ class Faults:
 
     def _inject(self) -> None:
         host, seconds = self._random.randrange(3), self._random.uniform(1.0, 12.0)
-        kind = self._random.choice(
-            ["host", "link", "rank", "frozen rank", "agent", "fork server", "replica server", "host's disk", "disk"]
-        )
+        kind = self._random.choice([*["host", "link", "rank"] * 2, "frozen rank", *_PROCESSES, "host's disk", "disk"])
+        ranks = {host: found for host in range(3) if (found := self._ranks(host))}
+        if kind in ("rank", "frozen rank") and ranks:
+            host = self._random.choice(list(ranks))
         host = 0 if kind == "disk" else host
         # A second fault of one kind at a host that has it already would be repaired by the first one's repair.
         if (kind, host) in self._broken:
@@ -118,15 +119,14 @@ class Faults:
             case "disk":
                 self._break(kind, host, seconds, lambda: _fill(self._run_dir), lambda: _empty(self._run_dir))
             case "rank" | "frozen rank":
-                ranks = self._ranks(host)
-                if ranks:
-                    number = signal.SIGKILL if kind == "rank" else signal.SIGSTOP
-                    self._random.choice(ranks).send_signal(number)
+                if host in ranks:
+                    with contextlib.suppress(psutil.Error):
+                        self._random.choice(ranks[host]).send_signal(signal.SIGKILL if kind == "rank" else signal.SIGSTOP)
             case _:
-                ranks = self._ranks(host) if kind == "fork server" else []
                 for process in self._named(host, _PROCESSES[kind]):
-                    if process not in ranks:
-                        process.kill()
+                    if process not in ranks.get(host, ()):
+                        with contextlib.suppress(psutil.Error):
+                            process.kill()
 
     def _break(self, kind: str, host: int, seconds: float, damage: Callable[[], None], repair: Callable[[], None]) -> None:
         def mend() -> None:
