@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from phalanx.control.codec import Message, decode, encode
-from phalanx.control.protocol import AgentSettings, Leave
+from phalanx.control.protocol import AgentSettings, Leave, LogText, Record, Touch
 from phalanx.host.env import forwarded, python_path
 from phalanx.host.host_report import HostQuestion, HostReport, report
 from phalanx.host.interfaces import address_of
@@ -31,6 +31,8 @@ from phalanx.spec.run import Cluster, Run
 _PLACEMENT_SECONDS = 60.0  # in which Ray finds the nodes; an autoscaler may have to start them
 _REPORT_SECONDS = 60.0  # in which an actor starts and reports
 _WAIT = 1.0  # seconds that an actor waits for messages before it answers
+_GATHER = 0.25  # seconds that records wait for others
+_PATIENT = (LogText, Record, Touch)
 _RESTART = 1.0  # seconds until the actor of a lost node is started again
 _LOST = -9  # exit code of an agent whose actor is gone
 _DRAIN_POLL = 1.0  # seconds between two questions which nodes Ray drains
@@ -78,12 +80,19 @@ class AgentHost:
             self._passed_on += 1
 
     def receive(self) -> tuple[list[dict[str, Any]], int | None]:
-        """Messages of the agent, as soon as there are any; and its exit code, None while it lives."""
+        """Messages of the agent, as soon as there are any; and its exit code, None while it lives. Records wait for others: a call takes
+        milliseconds of a core at both ends, and a run may have many steps a second."""
         assert self._agent is not None
-        code = self._agent.poll()
-        if code is None:
-            select.select([self._agent], [], [], _WAIT)
-        return [encode(message) for message in self._agent.receive()], code
+        code, messages, until = self._agent.poll(), list[Message](), time.monotonic() + _WAIT
+        while code is None and (left := until - time.monotonic()) > 0 and all(isinstance(m, _PATIENT) for m in messages):
+            select.select([self._agent], [], [], left)
+            before, messages = len(messages), messages + self._agent.receive()
+            if before == 0 and messages:
+                until = min(until, time.monotonic() + _GATHER)
+            elif len(messages) == before:
+                break  # it has ended
+        messages += self._agent.receive()
+        return [encode(message) for message in messages], code
 
 
 class RayAgent:
