@@ -53,6 +53,7 @@ gpu = "h100-sxm"
 gpus = {gpus}
 nodes = {nodes}
 [resilience]
+heartbeat = {heartbeat}
 spares = {spares}
 restarts = 100000
 """
@@ -335,14 +336,15 @@ async def serve(folder: Path, first: int, last: int, nodes: int, slots: int, in_
 class ManyNodes:
     """The processes of a simulated cluster. Node 0, the first controller, has one of its own."""
 
-    def __init__(self, folder: Path, *, nodes: int, slots: int, spares: int, processes: int):
+    def __init__(self, folder: Path, *, nodes: int, slots: int, spares: int, processes: int, heartbeat: float):
         """`processes`: for all but node 0; 0: one for all of them, in memory."""
         self.folder, self._events = folder, EventReader(folder / "events.jsonl")
         training = nodes - spares
         rundir = RunDir(folder)
         rundir.create()
         rundir.launch_id = "many"
-        values = {"batch": training * slots, "gpus": training * slots, "nodes": nodes, "spares": spares}
+        count = training * slots
+        values = {"batch": count, "gpus": count, "nodes": nodes, "spares": spares, "heartbeat": heartbeat}
         rundir.run_file.write_text(RUN.format(**values))
         layout = Layout(data=training * slots // 8, tensor=8) if slots == 8 else Layout(data=training * slots)
         plan = Plan(
@@ -435,10 +437,12 @@ def began(cluster: ManyNodes, nodes: int, seconds: float = 300.0) -> float:
         time.sleep(0.1)
 
 
-def measure(nodes: int, slots: int, lost: int, processes: int, steady: float = STEADY_SECONDS) -> dict[str, Any]:
-    """Start, watch a steady run, and lose nodes twice."""
+def measure(
+    nodes: int, slots: int, lost: int, processes: int, *, steady: float = STEADY_SECONDS, heartbeat: float = 2.5
+) -> dict[str, Any]:
+    """Start, watch a steady run, and lose nodes twice. `heartbeat`: seconds of silence after which a node is lost."""
     with tempfile.TemporaryDirectory() as folder:
-        cluster = ManyNodes(Path(folder), nodes=nodes, slots=slots, spares=lost, processes=processes)
+        cluster = ManyNodes(Path(folder), nodes=nodes, slots=slots, spares=lost, processes=processes, heartbeat=heartbeat)
         try:
             result: dict[str, Any] = {"nodes": nodes, "ranks": (nodes - lost) * slots}
             result["start"] = began(cluster, (nodes - lost) * slots)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,11 +15,11 @@ import typer
 from typer import Argument, Option
 
 from phalanx.cli.options import AsJson
-from phalanx.cli.output import console, finish
+from phalanx.cli.output import console, finish, follow_job
 from phalanx.control.protocol import RESUMABLE
 from phalanx.dashboard.progress import display
 from phalanx.events.log import EventReader, launch_events
-from phalanx.events.records import Event, FailureNoticed, Recovered, Stopped, Warned
+from phalanx.events.records import Event, FailureNoticed, Recovered, Stopped
 from phalanx.events.run_logs import LogReader
 from phalanx.events.rundir import RunDir
 from phalanx.launch.job import Job
@@ -32,7 +31,6 @@ from phalanx.spec.load import load, loads
 from phalanx.spec.run import Run
 
 _POLL = 0.2  # seconds between two looks at the log of rank 0
-_JOB_POLL = 1.0  # seconds between two questions to the batch system
 
 
 def launch(
@@ -197,23 +195,9 @@ def _launch_as_job(run: Run, request: Request, *, dry_run: bool, json: bool) -> 
 
 def _follow_job(job: SubmittedJob, rundir: RunDir, reader: EventReader, *, json: bool) -> int:
     console.print(job.title, style="dim", soft_wrap=True)
-
-    def show() -> None:
-        for event in reader.new():
-            _show(event)
-        for text in job.news():
-            _show(Warned(message=text))
-
-    try:
-        with _output(rundir):
-            while (state := job.ended()) is None:
-                show()
-                time.sleep(_JOB_POLL)
-            job.close()
-            show()
-    except KeyboardInterrupt:
-        job.close()
-        console.print(f"The job goes on. {job.remarks}", soft_wrap=True)
+    with _output(rundir):
+        state = follow_job(job, reader, _show)
+    if state is None:
         return 0
     console.print(f"{job.title}: {state}", style="dim", soft_wrap=True)
     code = job.exit_code(state)

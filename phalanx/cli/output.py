@@ -5,6 +5,7 @@ from __future__ import annotations
 import json as encoding
 import re
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,7 +19,10 @@ from phalanx.spec.errors import PhalanxError, RunError
 
 if TYPE_CHECKING:
     from phalanx.dashboard.summary import Summary
+    from phalanx.events.log import EventReader
+    from phalanx.events.records import Event
     from phalanx.events.rundir import RunDir
+    from phalanx.launch.launcher import SubmittedJob
 
 T = TypeVar("T")
 _NUMBER = re.compile(r"([\d.,]+(e[+-]\d+)?( ?[A-Za-z]{1,3})?|nan|inf|–)?")
@@ -26,6 +30,7 @@ _NUMBER = re.compile(r"([\d.,]+(e[+-]\d+)?( ?[A-Za-z]{1,3})?|nan|inf|–)?")
 
 console = Console(highlight=False)
 """Output for people."""
+_JOB_POLL = 1.0  # seconds between two questions to a batch system
 
 
 def tracked(items: Iterable[T], what: str, total: int) -> Iterable[T]:
@@ -102,3 +107,27 @@ def print_summary(rundir: RunDir) -> Summary:
         console.print(f"warning: {rundir.curve} could not be drawn ({error.strerror}).", style="yellow", soft_wrap=True)
     summary.render(console, rundir.path)
     return summary
+
+
+def follow_job(job: SubmittedJob, reader: EventReader, show: Callable[[Event], None]) -> str | None:
+    """Shows what happens in a job that goes on without this process, until it has ended; returns its last state. None: the user has
+    stopped following it."""
+    from phalanx.events.records import Warned
+
+    def show_new() -> None:
+        for event in reader.new():
+            show(event)
+        for text in job.news():
+            show(Warned(message=text))
+
+    try:
+        while (state := job.ended()) is None:
+            show_new()
+            time.sleep(_JOB_POLL)
+        job.close()
+        show_new()
+    except KeyboardInterrupt:
+        job.close()
+        console.print(f"The job goes on. {job.remarks}", soft_wrap=True)
+        return None
+    return state

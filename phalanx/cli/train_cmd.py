@@ -17,12 +17,12 @@ import typer
 from typer import Option
 
 from phalanx.cli.options import AsJson, Hosts, Overrides, RunFile, launcher_settings
-from phalanx.cli.output import console, finish, print_error, print_json, print_summary
+from phalanx.cli.output import console, finish, follow_job, print_error, print_json, print_summary
 from phalanx.control.protocol import RESUMABLE
 from phalanx.dashboard.data_tables import tokenizing
 from phalanx.dashboard.progress import display
 from phalanx.events.log import EventLog, EventReader
-from phalanx.events.records import Event, Warned
+from phalanx.events.records import Event
 from phalanx.events.rundir import RunDir
 from phalanx.faults.grammar import Fault, check, expand_random, format_faults, parse
 from phalanx.host.env import torchrun_place
@@ -36,7 +36,6 @@ from phalanx.spec.plan import Place
 from phalanx.spec.run import Run
 
 _PREPARATION_TIMEOUT = 7 * 86400.0  # seconds that the other ranks wait for rank 0, which may tokenize a large corpus
-_JOB_POLL = 1.0  # seconds between two questions to a batch system
 _TORCHRUN_STOPS = 60.0  # seconds within which torchrun ends a rank after another one has ended
 
 
@@ -197,25 +196,12 @@ def _follow_submitted(job: SubmittedJob, run: Run, rundir: RunDir, reader: Event
     """Follows a job that goes on if this process ends."""
     console.print(f"{job.title}, run directory {rundir.path}", style="dim", soft_wrap=True)
     view = display(console, run.steps, run.watch.log_every, live=console.is_terminal)
-
-    def show() -> None:
-        for event in reader.new():
-            view.show(event)
-        for text in job.news():
-            view.show(Warned(message=text))
-
     try:
-        while (state := job.ended()) is None:
-            show()
-            time.sleep(_JOB_POLL)
-        job.close()
-        show()
-    except KeyboardInterrupt:
-        job.close()
-        console.print(f"The job goes on. {job.remarks}", soft_wrap=True)
-        return 0
+        state = follow_job(job, reader, view.show)
     finally:
         view.close()
+    if state is None:
+        return 0
     summary = print_summary(rundir)
     console.print(f"{job.title}: {state}", style="dim", soft_wrap=True)
     finish(json, summary.to_json(rundir.path))

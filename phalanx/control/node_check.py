@@ -59,10 +59,7 @@ class NodeCheck:
 
         worker = await self._fork(slot, on_report)
         worker.send(protocol.Compute(slot=slot, devices=devices, compute=order.compute, wrong=wrong))
-        waits = [asyncio.ensure_future(event.wait()) for event in (complete, worker.gone)]
-        await asyncio.wait(waits, timeout=COMPUTE_SECONDS, return_when=asyncio.FIRST_COMPLETED)
-        for wait in waits:
-            wait.cancel()
+        await _first_of(complete, worker.gone, timeout=COMPUTE_SECONDS)
         ended = "its process has ended" if worker.gone.is_set() else f"no result within {COMPUTE_SECONDS:.0f} s"
         worker.kill()
         missing = [
@@ -86,10 +83,7 @@ class NodeCheck:
 
         worker = await self._fork(0, on_report)
         worker.send(protocol.PrepareData(fingerprint=fingerprint))
-        waits = [asyncio.ensure_future(event.wait()) for event in (answered, worker.gone)]
-        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        for wait in waits:
-            wait.cancel()
+        await _first_of(answered, worker.gone)
         worker.kill()
         return problem
 
@@ -111,3 +105,11 @@ class NodeCheck:
             with contextlib.suppress(OSError):
                 self._link_server.close()
             self._link_server = None
+
+
+async def _first_of(*events: asyncio.Event, timeout: float | None = None) -> None:
+    """Waits until one of the events is set, or the time is over."""
+    waits = [asyncio.ensure_future(event.wait()) for event in events]
+    await asyncio.wait(waits, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+    for wait in waits:
+        wait.cancel()

@@ -40,7 +40,11 @@ class AgentProcess(ModuleProcess):
         return taken
 
     def receive(self) -> list[Message]:
+        return [decode(json.loads(line)) for line in self.receive_lines()]
+
+    def receive_lines(self) -> list[bytes]:
+        """New messages as they came: for those who pass them on."""
         while select.select([self], [], [], 0)[0] and (block := os.read(self.fileno(), 65536)):
             self._received += block
         *lines, self._received = self._received.split(b"\n")
-        return [decode(json.loads(line)) for line in lines]
+        return lines

@@ -7,6 +7,7 @@ finds for it. A node that Ray drains is told to its agent, and the run does with
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 import select
@@ -31,8 +32,8 @@ from phalanx.spec.run import Cluster, Run
 _PLACEMENT_SECONDS = 60.0  # in which Ray finds the nodes; an autoscaler may have to start them
 _REPORT_SECONDS = 60.0  # in which an actor starts and reports
 _WAIT = 1.0  # seconds that an actor waits for messages before it answers
-_GATHER = 0.25  # seconds that records wait for others
-_PATIENT = (LogText, Record, Touch)
+_GATHER = 0.5  # seconds that records wait for others
+_PATIENT = {kind.__name__ for kind in (LogText, Record, Touch)}
 _RESTART = 1.0  # seconds until the actor of a lost node is started again
 _LOST = -9  # exit code of an agent whose actor is gone
 _DRAIN_POLL = 1.0  # seconds between two questions which nodes Ray drains
@@ -79,20 +80,22 @@ class AgentHost:
             self._agent.send(decode(self._waiting.pop(self._passed_on)))
             self._passed_on += 1
 
-    def receive(self) -> tuple[list[dict[str, Any]], int | None]:
-        """Messages of the agent, as soon as there are any; and its exit code, None while it lives. Records wait for others: a call takes
-        milliseconds of a core at both ends, and a run may have many steps a second."""
+    def receive(self) -> tuple[bytes, int | None]:
+        """Messages of the agent, one per line, as soon as there are any; and its exit code, None while it lives. Records wait for others: a
+        call takes milliseconds of a core at both ends, and a run may have many steps a second."""
         assert self._agent is not None
-        code, messages, until = self._agent.poll(), list[Message](), time.monotonic() + _WAIT
-        while code is None and (left := until - time.monotonic()) > 0 and all(isinstance(m, _PATIENT) for m in messages):
+        code, lines, until = self._agent.poll(), list[bytes](), time.monotonic() + _WAIT
+        while code is None and (left := until - time.monotonic()) > 0:
             select.select([self._agent], [], [], left)
-            before, messages = len(messages), messages + self._agent.receive()
-            if before == 0 and messages:
+            new = self._agent.receive_lines()
+            if not new:
+                break  # it has ended, or the time is over
+            if not lines:
                 until = min(until, time.monotonic() + _GATHER)
-            elif len(messages) == before:
-                break  # it has ended
-        messages += self._agent.receive()
-        return [encode(message) for message in messages], code
+            lines += new
+            if not all(json.loads(line)["message"] in _PATIENT for line in new):
+                break
+        return b"\n".join(lines + self._agent.receive_lines()), code
 
 
 class RayAgent:
@@ -114,9 +117,9 @@ class RayAgent:
         try:
             self.ray_node = ray.get(self._starting)  # the calls of an actor with several threads are not in order
             while True:
-                messages, code = ray.get(self._actor.receive.remote())
-                self._messages.extend(decode(message) for message in messages)
-                if messages:
+                lines, code = ray.get(self._actor.receive.remote())
+                self._messages.extend(decode(json.loads(line)) for line in lines.splitlines())
+                if lines:
                     os.write(self._wake, b"x")
                 elif code is not None:
                     self._code = code
