@@ -33,6 +33,7 @@ _PLACEMENT_SECONDS = 60.0  # in which Ray finds the nodes; an autoscaler may hav
 _REPORT_SECONDS = 60.0  # in which an actor starts and reports
 _WAIT = 1.0  # seconds that an actor waits for messages before it answers
 _GATHER = 0.5  # seconds that records wait for others
+_LOOK = 0.1  # seconds between two looks whether something more urgent has come meanwhile
 _PATIENT = {kind.__name__ for kind in (LogText, Record, Touch)}
 _RESTART = 1.0  # seconds until the actor of a lost node is started again
 _LOST = -9  # exit code of an agent whose actor is gone
@@ -86,15 +87,17 @@ class AgentHost:
         assert self._agent is not None
         code, lines, until = self._agent.poll(), list[bytes](), time.monotonic() + _WAIT
         while code is None and (left := until - time.monotonic()) > 0:
-            select.select([self._agent], [], [], left)
+            if not lines:
+                select.select([self._agent], [], [], left)
             new = self._agent.receive_lines()
-            if not new:
+            if not new and not lines:
                 break  # it has ended, or the time is over
             if not lines:
                 until = min(until, time.monotonic() + _GATHER)
             lines += new
             if not all(json.loads(line)["message"] in _PATIENT for line in new):
                 break
+            time.sleep(_LOOK)
         return b"\n".join(lines + self._agent.receive_lines()), code
 
 
