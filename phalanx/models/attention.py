@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from phalanx.models.layers import HeadNorm, Rotation, rotate
+from phalanx.kernels.document_attention import DocumentSpans, document_attention
+from phalanx.models.layers import RMSNorm, Rotation, rotate
 from phalanx.spec.model import Mla, ModelSpec
 
 _RANK_EPS = 1e-6  # of the two inner norms of latent attention; the published models use it regardless of the other norms
@@ -19,9 +20,9 @@ class Scope:
     """Which keys a query may attend to: those at or before its position, in its own document. Created once per forward and shared by
     all blocks."""
 
-    def __init__(self, documents_BS: Tensor | None):
-        self.documents = documents_BS
-        """Document of each position; None: every sequence is one document."""
+    def __init__(self, documents_BS: Tensor | None, spans: DocumentSpans | None = None):
+        self.documents, self.spans = documents_BS, spans
+        """Document of each position, and where documents begin and end, if that is known; None: every sequence is one document."""
         self._mask: Tensor | None = None  # created at its first use; torch.compile does not trace a cached_property
 
     @property
@@ -47,10 +48,24 @@ def attend_locally(q_BHSE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, scope: Scope,
     grouped = q_BHSE.shape[1] != k_BKTE.shape[1]
     if q_BHSE.shape[2] != k_BKTE.shape[2]:
         return F.scaled_dot_product_attention(q_BHSE, k_BKTE, v_BKTE, scale=scale, enable_gqa=grouped)
+    kind = q_BHSE.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else q_BHSE.dtype
+    if scope.spans is not None and dtype in (torch.bfloat16, torch.float16):
+        q_BHSE, k_BKTE, v_BKTE = (x.to(dtype) for x in (q_BHSE, k_BKTE, v_BKTE))
+        return _attend_in_spans(q_BHSE, k_BKTE, v_BKTE, scope.spans, scale)
     mask = scope.mask
     return F.scaled_dot_product_attention(
         q_BHSE, k_BKTE, v_BKTE, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
     )
+
+
+def _attend_in_spans(q_BHSE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, spans: DocumentSpans, scale: float | None) -> Tensor:
+    width, narrow = q_BHSE.shape[-1], v_BKTE.shape[-1]
+    if narrow < width:  # the kernel needs equal widths
+        v_BKTE = F.pad(v_BKTE, (0, width - narrow))
+    q, k, v = (x.transpose(1, 2).contiguous() for x in (q_BHSE, k_BKTE, v_BKTE))
+    out_BSHE, _ = document_attention(q, k, v, spans.bounds, spans.runs, width**-0.5 if scale is None else scale)
+    return out_BSHE.transpose(1, 2)[..., :narrow]
 
 
 class KVCache:
@@ -87,8 +102,8 @@ class Attention(nn.Module):
         self.key = nn.Linear(spec.dim, spec.kv * spec.head, bias=spec.bias)
         self.value = nn.Linear(spec.dim, spec.kv * spec.head, bias=spec.bias)
         self.output = nn.Linear(spec.heads * spec.head, spec.dim, bias=spec.bias)
-        self.query_norm = HeadNorm(spec.head, eps=spec.norm_eps) if spec.qk_norm else nn.Identity()
-        self.key_norm = HeadNorm(spec.head, eps=spec.norm_eps) if spec.qk_norm else nn.Identity()
+        self.query_norm = RMSNorm(spec.head, eps=spec.norm_eps) if spec.qk_norm else nn.Identity()
+        self.key_norm = RMSNorm(spec.head, eps=spec.norm_eps) if spec.qk_norm else nn.Identity()
         self.attend = attend_locally
 
     def forward(self, x_BSD: Tensor, scope: Scope, rotation: Rotation | None, kv_cache: KVCache | None = None) -> Tensor:
@@ -119,10 +134,10 @@ class LatentAttention(nn.Module):
             self.query = nn.Linear(spec.dim, width, bias=False)
         else:
             self.query_down = nn.Linear(spec.dim, mla.q_rank, bias=False)
-            self.query_rank_norm = HeadNorm(mla.q_rank, eps=_RANK_EPS)
+            self.query_rank_norm = RMSNorm(mla.q_rank, eps=_RANK_EPS)
             self.query_up = nn.Linear(mla.q_rank, width, bias=False)
         self.kv_down = nn.Linear(spec.dim, mla.kv_rank + mla.rope_dim, bias=False)
-        self.kv_rank_norm = HeadNorm(mla.kv_rank, eps=_RANK_EPS)
+        self.kv_rank_norm = RMSNorm(mla.kv_rank, eps=_RANK_EPS)
         self.kv_up = nn.Linear(mla.kv_rank, spec.heads * (mla.nope_dim + mla.value_dim), bias=False)
         self.output = nn.Linear(spec.heads * mla.value_dim, spec.dim, bias=False)
         self.attend = attend_locally

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from phalanx.kernels.document_attention import DocumentSpans
 from phalanx.models.attention import Attention, KVCache, LatentAttention, Scope
 from phalanx.models.layers import GELU, Rotation, SwiGLU, norm, rotary
 from phalanx.models.moe import MoE
@@ -68,7 +69,7 @@ INITIAL: dict[str, str] = {
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + feed-forward(norm(x)). The index decides whether it has experts."""
+    """x + attention(norm(x)), then x + feed-forward(norm(x)), in the dtype of x, whatever is added. The index decides whether it has experts."""
 
     def __init__(self, spec: ModelSpec, index: int):
         super().__init__()
@@ -78,8 +79,9 @@ class Block(nn.Module):
         self.mlp = _feed_forward(spec, index)
 
     def forward(self, x_BSD: Tensor, scope: Scope, rotation: Rotation | None, kv_cache: KVCache | None = None) -> Tensor:
-        x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), scope, rotation, kv_cache)
-        return x_BSD + self.mlp(self.mlp_norm(x_BSD))
+        dtype = x_BSD.dtype
+        x_BSD = (x_BSD + self.attention(self.attention_norm(x_BSD), scope, rotation, kv_cache)).to(dtype)
+        return (x_BSD + self.mlp(self.mlp_norm(x_BSD))).to(dtype)
 
 
 def _feed_forward(spec: ModelSpec, index: int) -> nn.Module:
@@ -103,6 +105,8 @@ class Decoder(nn.Module):
     """
 
     project: Callable[[Tensor, Tensor], Any]
+    takes_spans = True
+    """Whether `forward` has the argument `spans`."""
 
     def __init__(self, spec: ModelSpec):
         super().__init__()
@@ -134,9 +138,15 @@ class Decoder(nn.Module):
         return part
 
     def forward(
-        self, tokens_BS: Tensor, positions_BS: Tensor, documents_BS: Tensor | None = None, kv_cache: list[KVCache] | None = None
+        self,
+        tokens_BS: Tensor,
+        positions_BS: Tensor,
+        documents_BS: Tensor | None = None,
+        kv_cache: list[KVCache] | None = None,
+        spans: DocumentSpans | None = None,
     ) -> Any:
-        """Logits [B, S, V]. `documents_BS` keeps attention within each document; None: one document per sequence.
+        """Logits [B, S, V]. `documents_BS` keeps attention within each document; None: one document per sequence. `spans`: the same, for
+        kernels that need no mask.
 
         With multi-token prediction, in training and with gradients: a tuple with the logits of each depth after them.
         """
@@ -146,7 +156,7 @@ class Decoder(nn.Module):
             rotation = rotary(self.spec, positions_BS)
         elif self.position_embed is not None:
             x_BSD = x_BSD + self.position_embed(positions_BS)
-        scope = Scope(documents_BS)
+        scope = Scope(documents_BS, spans)
         for index, block in enumerate(self.blocks.values()):
             x_BSD = block(x_BSD, scope, rotation, None if kv_cache is None else kv_cache[index])
         return self._finish(x_BSD, tokens_BS, scope, rotation) if self.is_last_stage else x_BSD

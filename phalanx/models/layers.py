@@ -19,15 +19,15 @@ Rotation = tuple[Tensor, Tensor]
 def norm(spec: ModelSpec, width: int) -> nn.Module:
     """The model's kind of norm."""
     if spec.norm == "layer":
-        return nn.LayerNorm(width, eps=spec.norm_eps)
-    return nn.RMSNorm(width, eps=spec.norm_eps)
+        return nn.LayerNorm(width, eps=spec.norm_eps)  # autocast computes it in fp32
+    return RMSNorm(width, eps=spec.norm_eps)
 
 
-class HeadNorm(nn.RMSNorm):
-    """RMS norm of each head, computed in fp32 like every norm; its input may be the bf16 result of a matrix product."""
+class RMSNorm(nn.RMSNorm):
+    """Computes in the dtype of its weight, fp32 in training; its input may be bf16."""
 
-    def forward(self, x_BHSE: Tensor) -> Tensor:
-        return super().forward(x_BHSE.to(self.weight.dtype))
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.to(self.weight.dtype))
 
 
 def rotary_frequencies(spec: ModelSpec, device: torch.device) -> Tensor:

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from phalanx import accelerator
+from phalanx.kernels.document_attention import BACKWARD, FORWARD
 from phalanx.observe.comm_timer import replaced
 
 Sent = dict[str, dict[str, int]]
@@ -219,6 +220,11 @@ def _attention_backward(gradient: Tensor, *rest: Any, **settings: Any) -> int:
     return 5 * _attention(*rest) // 2  # the scores again, and two products for each of the two
 
 
+def _document_attention(q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, *rest: Any, **settings: Any) -> int:
+    batch, length, heads, width = q_BSHE.shape
+    return 2 * batch * heads * length * length * (width + v_BSKE.shape[3])
+
+
 def _grouped_product(a: Tensor, b: Tensor, *rest: Any, **settings: Any) -> int:
     """Each row is multiplied by one matrix; or, for gradients of weights, by its own row of the other factor."""
     return 2 * a.shape[-2] * a.shape[-1] * b.shape[-1]
@@ -232,4 +238,7 @@ _FORMULAS: dict[Any, Callable[..., int]] = {
     **{getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}"): _attention for kernel in _KERNELS},
     **{getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}_backward"): _attention_backward for kernel in _KERNELS},
     torch.ops.aten._grouped_mm: _grouped_product,
+    torch.ops.aten.addmm: lambda _, a, b, *rest, **settings: 2 * a.shape[0] * a.shape[1] * b.shape[1],  # also with a dtype
+    FORWARD: _document_attention,
+    BACKWARD: lambda gradient, *rest, **settings: 5 * _document_attention(*rest) // 2,
 }

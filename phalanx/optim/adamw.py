@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 
 from phalanx import accelerator
+from phalanx.kernels.adamw import AdamWRow, AdamWSettings, adamw_
+from phalanx.kernels.triton_support import launches_triton
 from phalanx.optim.offload_stores import MOMENTS, Allocate, Chunk, HostBuffer, Store, make_store, on_device, split_chunks, trim
 from phalanx.optim.optimizer import (
     OptimizerKind,
@@ -76,6 +78,7 @@ class AdamW(ParamOptimizer):
         values = [param.value.detach() for param in params]
         self._steps = [torch.zeros((), dtype=torch.float32, device=value.device) for value in values]
         self._moments = [(torch.zeros_like(v, dtype=moments), torch.zeros_like(v, dtype=moments)) for v in values]
+        self._kernel = bool(values) and launches_triton(values[0])
         self._converts_moments = moments != torch.float32
         self._chunk_size = _DEVICE_CHUNK if on_device(params) else _HOST_CHUNK
         self._buffers: dict[str, Tensor] = {}
@@ -86,6 +89,10 @@ class AdamW(ParamOptimizer):
         if not steps:
             return
         torch._foreach_add_(steps, 1)
+        if self._kernel:
+            self._step_with_kernel(update)
+            torch._foreach_sub_(steps, [update.skip] * len(steps))
+            return
         updated = [i for i, param in enumerate(self._params) if param.gradient is not None and param.value.numel()]
         for decay in dict.fromkeys(self._decays):
             rows: list[KernelRow] = []
@@ -99,6 +106,17 @@ class AdamW(ParamOptimizer):
             for chunk in split_chunks([self._params[i].value.numel() for i in converted], self._chunk_size):
                 self._step_chunk(chunk, converted, decay, update)
         torch._foreach_sub_(steps, [update.skip] * len(steps))
+
+    def _step_with_kernel(self, update: Update) -> None:
+        spec = update.spec
+        for decay in dict.fromkeys(self._decays):
+            rows: list[AdamWRow] = []
+            for param, own_decay, step, moments in zip(self._params, self._decays, self._steps, self._moments, strict=True):
+                if own_decay == decay and param.gradient is not None and param.value.numel():
+                    rows.append(AdamWRow(param.value.detach(), param.gradient, *moments, step, param.weight))
+                    param.weight_written = param.weight is not None
+            settings = AdamWSettings(update.learning_rate, spec.beta1, spec.beta2, spec.eps, decay)
+            adamw_(rows, settings, update.divisor, update.skip)
 
     def state(self) -> dict[str, State]:
         states: dict[str, State] = {}

@@ -11,6 +11,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from phalanx import accelerator
 from phalanx.parallel import data_parallel, expert, tensor, vocab_parallel
 from phalanx.parallel.context import context_parallel
 from phalanx.parallel.data_parallel import Sharding
@@ -43,7 +44,9 @@ def apply(parts: list[nn.Module], run: Run, plan: Plan, mesh: Mesh, recipe: Reci
         shards[recipe.tied] = replace(shards[recipe.tied], counted=False)  # the last stage's copy of a tied embedding
     engine = _engine(parts, shards, run, plan, mesh, recipe)
     applied["data"] = engine.applied()
-    placed = ShardedModel(parts, mesh, engine, loss, is_local_sgd=run.optimizer.sync_every > 1)
+    placed = ShardedModel(
+        parts, mesh, engine, loss, residual=residual_dtype(plan, mesh), is_local_sgd=run.optimizer.sync_every > 1
+    )
     if recipe.schedule is not None:
         whole = recipe.schedule.splits_backward and run.memory.recompute == "selective"
         note = "; backwards are not split, because of selective recomputation" if whole else ""
@@ -75,6 +78,11 @@ def transform(parts: list[nn.Module], run: Run, plan: Plan, mesh: Mesh) -> dict[
     return applied
 
 
+def residual_dtype(plan: Plan, mesh: Mesh) -> torch.dtype:
+    """On GPUs bf16 where the blocks compute in it: half the memory and traffic. fp16 has too small a range for sums over all blocks."""
+    return torch.bfloat16 if accelerator.of(mesh.device).asynchronous and plan.compute in ("bf16", "fp8") else torch.float32
+
+
 def _engine(parts: list[nn.Module], shards: dict[str, ParamShard], run: Run, plan: Plan, mesh: Mesh, recipe: Recipe) -> Engine:
     """Allocate the parameters and choose who sums gradients and owns what the optimizer updates."""
     sharding = Sharding(
@@ -82,6 +90,9 @@ def _engine(parts: list[nn.Module], shards: dict[str, ParamShard], run: Run, pla
         axes=("data", "shard", "context") if run.optimizer.sync_every == 1 else ("shard", "context"),
         compute=plan.compute,
         reduce_dtype=torch.bfloat16 if run.precision.reduce == "bf16" else torch.float32,
+        # On CPUs, where weights are cheap to convert, additions keep one order for any number of ranks.
+        masters=accelerator.of(mesh.device).asynchronous and plan.compute != "fp32" and not run.memory.offloads,
+        residual=residual_dtype(plan, mesh),
         keep_gathered=recipe.schedule is not None and recipe.schedule.splits_backward,
     )
     if sharding.zero == 3:

@@ -128,7 +128,7 @@ class FlatBucket:
         self._partial_sums.clear()
         self._clear()
 
-    def gradient_ready(self, index: int) -> None:
+    def gradient_ready(self, index: int, last: bool) -> None:
         """Copy a parameter's first gradient into the buffer; the backward adds later ones there in place."""
         parameter, view = self.parameters[index], self._views[index]
         if parameter.grad is not view:
@@ -166,7 +166,7 @@ class FlatBucket:
             if parameter.grad is None:  # the backward did not reach it
                 parameter.grad = self._views[index].zero_()
             else:
-                self.gradient_ready(index)  # the two halves of a split backward do not call hooks
+                self.gradient_ready(index, last=True)  # the two halves of a split backward do not call hooks
 
 
 class _Slot:
@@ -185,6 +185,10 @@ class _Slot:
         else:
             master = torch.empty(shard.slice.shape, dtype=torch.float32, device=flat.device)
         self.owned = OwnedParam(param.name, nn.Parameter(master, requires_grad=False), shard)
+        if group.size == 1 and master.dtype != flat.dtype:
+            self.owned.weight = param.parameter.detach()
+        self.sum: Tensor | None = None
+        """Of the gradients of the step's earlier micro-batches, in fp32."""
         full = len(flat) // max(self.room, 1)
         self.targets = [flat[: full * self.room].view(full, self.room), flat[full * self.room :]]
         """Views of the parameter: one row per full shard, and the last shard if it is shorter."""
@@ -201,19 +205,40 @@ class _Slot:
 
     def gradient(self, count: int) -> Tensor:
         """The whole parameter's gradient, shaped so that dividing its first dimension by `count` gives the shards."""
-        gradient = self.parameter.grad
+        gradient = self.complete()
         if gradient is None:
             gradient = torch.zeros_like(self.parameter)
-        elif not gradient.is_contiguous():  # a split backward may produce any layout
-            gradient = self.parameter.grad = gradient.contiguous()
         return gradient.view(count, -1) if count * self.room == gradient.numel() else gradient
+
+    def complete(self) -> Tensor | None:
+        """The sum of all micro-batches; None if no backward has reached the parameter."""
+        gradient = self.parameter.grad
+        if self.sum is not None:
+            self.set_aside()
+            return self.sum
+        if gradient is not None and not gradient.is_contiguous():  # a split backward may produce any layout
+            gradient = self.parameter.grad = gradient.contiguous()
+        return gradient
+
+    def set_aside(self) -> None:
+        """Add the gradient of a micro-batch to the sum."""
+        if (gradient := self.parameter.grad) is not None:
+            self.sum = (
+                gradient.to(torch.float32, memory_format=torch.contiguous_format)
+                if self.sum is None
+                else self.sum.add_(gradient)
+            )
+            self.parameter.grad = None
 
 
 class ShardBucket:
     """Parameters of which every rank owns a shard (ZeRO-1 and 2)."""
 
-    def __init__(self, params: Sequence[ModelParam], group: Group, replicas: Group, *, keep_gradients: bool):
-        """`keep_gradients`: whole gradients stay until the end of the step (ZeRO-1) instead of being sent after every backward."""
+    def __init__(
+        self, params: Sequence[ModelParam], group: Group, replicas: Group, *, keep_gradients: bool, fp32_sums: bool = False
+    ):
+        """`keep_gradients`: whole gradients stay until the end of the step (ZeRO-1) instead of being sent after every backward.
+        `fp32_sums`: micro-batches add up in fp32, whatever dtype their gradients have."""
         self.group, self.replicas, self.part, self.shared = group, replicas, params[0].part, params[0].shared
         self.trained, self.expert = params[0].parameter.requires_grad, params[0].shard.expert
         self.once = keep_gradients or group.size == 1
@@ -228,6 +253,7 @@ class ShardBucket:
         self.parameters = [slot.parameter for slot in self.slots]
         self.alone = self.width == 0 or (group.size == 1 and replicas.size == 1)
         """Whether no other rank holds any of it."""
+        self._fp32_sums = fp32_sums and params[0].parameter.dtype != torch.float32
         self.in_place = self.width == 0 or (group.size == 1 and params[0].parameter.dtype == torch.float32)
         """Whether the owned values are the model's parameters."""
         self.missing = 0
@@ -238,15 +264,17 @@ class ShardBucket:
     @property
     def touched(self) -> bool:
         """Whether a backward has added to its gradients since they were last sent."""
-        return any(parameter.grad is not None for parameter in self.parameters)
+        return any(slot.parameter.grad is not None or slot.sum is not None for slot in self.slots)
 
     def reset(self) -> None:
         self._total = None
         for slot in self.slots:
-            slot.parameter.grad = slot.owned.gradient = slot.owned.value.grad = None
+            slot.parameter.grad = slot.owned.gradient = slot.owned.value.grad = slot.sum = None
 
-    def gradient_ready(self, index: int) -> None:
-        """Gradients stay where the backward put them."""
+    def gradient_ready(self, index: int, last: bool) -> None:
+        """Gradients stay where the backward put them; those of all but the last micro-batch are set aside if sums are kept in fp32."""
+        if self._fp32_sums and not last:
+            self.slots[index].set_aside()
 
     def end_micro_batch(self, merges: int, set_aside: bool) -> None:
         """The backward adds micro-batches in place."""
@@ -284,17 +312,27 @@ class ShardBucket:
                 slot.owned.gradient = slot.shard_of(self._total)
             return
         for slot in self.slots:
-            if slot.parameter.grad is None:
+            if (gradient := slot.complete()) is None:
                 slot.owned.gradient = slot.shard_of(part).to(slot.parameter.dtype)
             else:
-                slot.owned.gradient = _region(slot.parameter.grad.view(-1), slot.first, slot.owned.shard)
+                slot.owned.gradient = _region(gradient.view(-1), slot.first, slot.owned.shard)
                 slot.owned.gradient.copy_(slot.shard_of(part))
 
     def deliver_local(self) -> None:
         """Take the gradients where no other rank holds any of them."""
         for slot in self.slots:
-            gradient = slot.parameter.grad
-            slot.owned.gradient = torch.zeros_like(slot.parameter) if gradient is None else gradient.contiguous()
+            gradient = slot.complete()
+            slot.owned.gradient = torch.zeros_like(slot.parameter) if gradient is None else gradient
+
+    def write_weights(self, all_of_them: bool) -> None:
+        """Write the new values into the parameters, of which this rank has all rows; or only those that the optimizer did not write."""
+        stale = [
+            (o.weight, o.value.detach()) for o in self.owned if o.weight is not None and (all_of_them or not o.weight_written)
+        ]
+        if stale:
+            torch._foreach_copy_([weight for weight, _ in stale], [value for _, value in stale])
+        for owned in self.owned:
+            owned.weight_written = False
 
     def own_values(self) -> Tensor:
         """This rank's part of the new values."""

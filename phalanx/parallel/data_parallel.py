@@ -45,13 +45,17 @@ class Sharding:
     """Dtype of gradients in communication."""
     keep_gathered: bool = False
     """ZeRO-3: gathered parameters stay until the end of the step, as schedules with split backwards need."""
+    masters: bool = False
+    """ZeRO-0: the model's matrices are in the format of `compute`, next to master weights in fp32. Otherwise they are the master weights."""
+    residual: torch.dtype = torch.float32
+    """Dtype of the residual stream."""
     own_groups: bool = False
     """Whether it works next to another engine, on process groups of its own, because their messages may interleave."""
 
     @property
     def param_dtype(self) -> torch.dtype:
-        """Dtype of the model's matrices. With ZeRO-0 they are the master weights."""
-        return _DTYPES[self.compute] if self.zero else torch.float32
+        """Dtype of the model's matrices."""
+        return _DTYPES[self.compute] if self.zero or self.masters else torch.float32
 
     @property
     def low_precision(self) -> bool:
@@ -86,16 +90,20 @@ class DataParallel(Engine):
         """Writes the initial values. All ranks call it at the same time."""
         self._params, self._sharding = list(params), sharding
         groups = {expert: sharding.groups(mesh, expert=expert) for expert in sorted({p.shard.expert for p in params})}
-        self._tree = tree = sharding.zero == 0 and not accelerator.of(mesh.device).asynchronous
+        flat = sharding.zero == 0 and not sharding.low_precision
+        self._tree = tree = flat and not accelerator.of(mesh.device).asynchronous
         self.buckets: list[Bucket]
         # The backward reaches the last layers first, so they are in the first bucket.
-        if sharding.zero == 0:
+        if flat:
             bundles = flat_bundles([param for param in params if param.parameter.requires_grad][::-1])
             self.buckets = [FlatBucket(bundle, *groups[bundle[0].shard.expert]) for bundle in bundles]
         else:
             bundles = shard_bundles(params[::-1], sharding.reduce_dtype.itemsize)
-            keep = sharding.zero == 1
-            self.buckets = [ShardBucket(bundle, *groups[bundle[0].shard.expert], keep_gradients=keep) for bundle in bundles]
+            keep, in_fp32 = sharding.zero <= 1, sharding.zero == 0
+            self.buckets = [
+                ShardBucket(bundle, *groups[bundle[0].shard.expert], keep_gradients=keep, fp32_sums=in_fp32)
+                for bundle in bundles
+            ]
         # By `ParamShard.expert`: groups to sum over, one after the other.
         self._sums: dict[bool, list[tuple[Group, _InFlight]]] = {}
         for expert, (_, replicas) in groups.items():
@@ -153,11 +161,14 @@ class DataParallel(Engine):
         self._drain()
 
     @torch.no_grad()
-    def updated(self) -> None:
+    def updated(self, *, stepped: bool = False) -> None:
         gathers = _InFlight()
         for bucket in self._gathered:
+            if bucket.group.size == 1:
+                bucket.write_weights(all_of_them=not stepped)
+                continue
             part = bucket.own_values()
-            whole = part if bucket.group.size == 1 else part.new_empty(bucket.group.size * bucket.width)
+            whole = part.new_empty(bucket.group.size * bucket.width)
             work = bucket.group.start_all_gather(whole, part)
             gathers.add(work, bucket.group, part, "all_gather", partial(bucket.write_values, whole))
         gathers.drain()
@@ -170,7 +181,7 @@ class DataParallel(Engine):
         }
 
     def applied(self) -> str:
-        if self._sharding.zero == 0:
+        if isinstance(self.buckets[0] if self.buckets else None, FlatBucket):
             ranks = max((bucket.replicas.size for bucket in self.buckets), default=1)
             elements = sum(bucket.buffer.numel() for bucket in self.buckets if isinstance(bucket, FlatBucket))
             return f"{len(self.buckets)} buckets of {elements:,} gradients in all, summed over {ranks} ranks"
@@ -194,7 +205,7 @@ class DataParallel(Engine):
         if self._finished:
             return
         bucket = self._trained[number]
-        bucket.gradient_ready(index)
+        bucket.gradient_ready(index, last=not self._pipelined and self._begun == self._count - 1)
         if self._pipelined:
             return
         bucket.missing -= 1
@@ -339,9 +350,12 @@ def stays_fp32(name: str, shard: ParamShard, axes: Axes) -> bool:
 
 
 def lower_precision(parts: Sequence[nn.Module], shards: Mapping[str, ParamShard], axes: Axes, sharding: Sharding) -> None:
-    """Change the dtype of those of these parameters that need not stay in fp32; they have no memory yet. Outputs of embeddings, where
-    the residual stream begins, stay fp32."""
-    dtype = sharding.param_dtype
+    """Change the dtype of those of these parameters that need not stay in fp32; they have no memory yet."""
+    dtype, residual = sharding.param_dtype, sharding.residual
+    if sharding.low_precision or residual != torch.float32:
+        for module in dict.fromkeys(module for part in parts for module in part.modules()):
+            if isinstance(module, nn.Embedding):  # where the residual stream begins
+                module.register_forward_hook(lambda module, args, output: output.to(residual))
     if not sharding.low_precision:
         return
     for part in parts:
@@ -349,9 +363,6 @@ def lower_precision(parts: Sequence[nn.Module], shards: Mapping[str, ParamShard]
             if name in shards and not stays_fp32(name, shards[name], axes) and old.dtype != dtype:
                 owner, _, leaf = name.rpartition(".")
                 replace_parameter(part.get_submodule(owner), leaf, tuple(old.shape), dtype)
-    for module in dict.fromkeys(module for part in parts for module in part.modules()):
-        if isinstance(module, nn.Embedding):
-            module.register_forward_hook(lambda module, args, output: output.float())
 
 
 @torch.no_grad()

@@ -111,12 +111,12 @@ class FullySharded(Engine):
             elif parameter.requires_grad:  # no micro-batch reached it
                 owned.gradient = torch.zeros_like(owned.value)
 
-    def updated(self) -> None:
+    def updated(self, *, stepped: bool = False) -> None:
         """Free parameters that an evaluation left gathered: blocks gather the new values when they compute."""
         for group in self._groups:
             if not group.is_sharded:
                 group.reshard()
-        self._rest.updated()
+        self._rest.updated(stepped=stepped)
 
     def bytes(self) -> dict[str, int]:
         params = [param for group in self._groups for param in group.fsdp_params]
@@ -176,7 +176,7 @@ def _wrap(parts: Sequence[nn.Module], shards: Mapping[str, ParamShard], whole: s
     policy = MixedPrecisionPolicy(
         param_dtype=how.param_dtype if how.low_precision else None,
         reduce_dtype=how.reduce_dtype if how.low_precision or how.reduce_dtype != torch.float32 else None,
-        cast_forward_inputs=False,  # autocast knows better: residuals stay in fp32
+        cast_forward_inputs=False,  # autocast knows better: norms and routers compute in fp32
     )
     ignored = {parameter for part in parts for name, parameter in part.named_parameters() if name in whole}
 

@@ -59,6 +59,10 @@ class OwnedParam:
     shard: ParamShard
     gradient: Tensor | None = None
     """Has the same shape; complete after `ShardedModel.finish`. May have a lower precision."""
+    weight: Tensor | None = None
+    """The model's parameter, if it is a copy of the whole value in lower precision, so that an optimizer can write both at once."""
+    weight_written: bool = False
+    """An optimizer sets it when it has; `Engine.updated` clears it."""
 
 
 def extract(part: TensorSlice, whole: Tensor) -> Tensor:
@@ -95,8 +99,9 @@ class Engine(Protocol):
     def finish(self) -> None:
         """Wait until every `OwnedParam.gradient` is complete. A rank that abandons a step calls it too."""
 
-    def updated(self) -> None:
-        """Bring the model's parameters up to date after the owned values changed, by a step or from a checkpoint."""
+    def updated(self, *, stepped: bool = False) -> None:
+        """Bring the model's parameters up to date after the owned values changed. `stepped`: by nothing but a step of the optimizer, which
+        may have written `OwnedParam.weight` already."""
 
     def waits(self) -> list[tuple[Any, str]]:
         """Methods, as (object, name), in which the engine waits for other ranks outside of `observe/comm_timer`."""
@@ -134,6 +139,8 @@ class ShardedModel:
     loss: Loss
     applied: dict[str, str] = field(default_factory=dict)
     """What was done, by technique, in words read from the tensors and modules."""
+    residual: torch.dtype = torch.float32
+    """Dtype of the residual stream."""
     tied: dict[str, Group] = field(default_factory=dict)
     """Parameters of which two stages hold a copy, and the ranks that do."""
     is_local_sgd: bool = False

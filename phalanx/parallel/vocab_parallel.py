@@ -15,15 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from phalanx.kernels.cross_entropy import ELSEWHERE, IGNORED, cross_entropy_, log_sum_exp, softmax_gradient_
 from phalanx.parallel.group import Group
 from phalanx.parallel.sharded_model import Loss
 from phalanx.parallel.tensor import CopyToTP, computed
 from phalanx.spec.errors import RunError
 from phalanx.spec.model import ModelSpec
 from phalanx.spec.tensor_slice import chunk as share_of
-
-IGNORED = -100
-"""A target that does not count."""
 
 # Shapes: N tokens (B · S, or a chunk of them), V this rank's columns of the logits.
 
@@ -51,29 +49,30 @@ class Share:
     group: Group
     """The ranks that have the others, and this one."""
 
-    def measure(self, logits_NV: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor]:
+    def losses(self, logits_NV: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor]:
         """Loss of each token, 0 where it is ignored, and the logarithm of the sum of all its exponentials."""
-        whole_N = logits_NV.logsumexp(-1)
-        local_N, here_N = self._local(targets_N, logits_NV.shape[1])
-        target_N = logits_NV.gather(1, local_N[:, None])[:, 0].masked_fill(~here_N, 0.0)
+        whole_N, target_N = log_sum_exp(logits_NV, self.columns(targets_N, logits_NV.shape[1]))
         if self.group.size > 1:
             # Two numbers per token and rank, in one message, added in the same order on all.
             both_R2N = self.group.all_gather(torch.stack((whole_N, target_N))).unflatten(0, (-1, 2))
             whole_N, target_N = both_R2N[:, 0].logsumexp(0), both_R2N[:, 1].sum(0)
         return (whole_N - target_N).masked_fill(targets_N == IGNORED, 0.0), whole_N
 
-    def gradient(self, logits_NV: Tensor, targets_N: Tensor, whole_N: Tensor) -> Tensor:
-        """Of the sum of the losses, in place of the logits."""
-        local_N, here_N = self._local(targets_N, logits_NV.shape[1])
-        logits_NV.sub_(whole_N[:, None]).exp_()
-        logits_NV.scatter_add_(1, local_N[:, None], -here_N.to(logits_NV.dtype)[:, None])
-        return logits_NV.masked_fill_((targets_N == IGNORED)[:, None], 0.0)
+    def losses_and_gradient_(self, logits_NV: Tensor, targets_N: Tensor) -> Tensor:
+        """Loss of each token. The gradient of their sum takes the place of the logits."""
+        columns_N = self.columns(targets_N, logits_NV.shape[1])
+        if self.group.size > 1:
+            losses_N, whole_N = self.losses(logits_NV, targets_N)
+            softmax_gradient_(logits_NV, columns_N, whole_N)
+            return losses_N
+        whole_N, target_N = cross_entropy_(logits_NV, columns_N)
+        return (whole_N - target_N).masked_fill(targets_N == IGNORED, 0.0)
 
-    def _local(self, targets_N: Tensor, width: int) -> tuple[Tensor, Tensor]:
-        """The column of each target on this rank, and whether this rank has it; if not, the column is arbitrary."""
+    def columns(self, targets_N: Tensor, width: int) -> Tensor:
+        """The column of each target on this rank; ELSEWHERE or IGNORED."""
         local_N = targets_N - self.first
-        here_N = (local_N >= 0) & (local_N < width) & (targets_N != IGNORED)
-        return local_N.masked_fill(~here_N, 0), here_N
+        columns_N = local_N.masked_fill((local_N < 0) | (local_N >= width), ELSEWHERE)
+        return columns_N.masked_fill(targets_N == IGNORED, IGNORED)
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,7 +150,7 @@ class _Parallel(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits_NV: Tensor, targets_N: Tensor, share: Share) -> Tensor:
-        losses_N, whole_N = share.measure(logits_NV.float(), targets_N)
+        losses_N, whole_N = share.losses(logits_NV, targets_N)
         ctx.share = share
         ctx.save_for_backward(logits_NV, targets_N, whole_N)
         return losses_N.sum()
@@ -159,9 +158,9 @@ class _Parallel(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         logits_NV, targets_N, whole_N = ctx.saved_tensors
-        copy_NV = logits_NV.to(torch.float32, copy=True)
-        gradient_NV = ctx.share.gradient(copy_NV, targets_N, whole_N).mul_(gradients[0])
-        return gradient_NV.to(logits_NV.dtype), None, None
+        gradient_NV = logits_NV.clone()
+        softmax_gradient_(gradient_NV, ctx.share.columns(targets_N, logits_NV.shape[1]), whole_N)
+        return gradient_NV.mul_(gradients[0]), None, None
 
 
 class _Chunked(torch.autograd.Function):
@@ -178,18 +177,15 @@ class _Chunked(torch.autograd.Function):
         with torch.autocast(x_ND.device.type, enabled=False):
             for first in range(0, len(x_ND), chunk):
                 now = slice(first, first + chunk)
-                logits_NV = F.linear(x_ND[now], weight_VD).float()
-                losses_N, whole_N = share.measure(logits_NV, targets_N[now])
-                total += losses_N.sum()
+                logits_NV = F.linear(x_ND[now], weight_VD)
                 if not (wanted_x or wanted_weight):
+                    total += share.losses(logits_NV, targets_N[now])[0].sum()
                     continue
-                gradient_NV = share.gradient(logits_NV, targets_N[now], whole_N).to(x_ND.dtype)
+                total += share.losses_and_gradient_(logits_NV, targets_N[now]).sum()
                 if dx_ND is not None:
-                    torch.mm(gradient_NV, weight_VD, out=dx_ND[now])
-                if dweight_VD is not None and x_ND.dtype == torch.float32:
-                    dweight_VD.addmm_(gradient_NV.t(), x_ND[now])
-                elif dweight_VD is not None:
-                    dweight_VD += gradient_NV.t() @ x_ND[now]
+                    torch.mm(logits_NV, weight_VD, out=dx_ND[now])
+                if dweight_VD is not None:
+                    _add_product(dweight_VD, logits_NV, x_ND[now])
         ctx.save_for_backward(dx_ND, None if dweight_VD is None else dweight_VD.to(weight_VD.dtype))
         return total
 
@@ -197,3 +193,13 @@ class _Chunked(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         # Not in place: a backward in two halves comes here twice.
         return *(None if saved is None else saved * gradients[0] for saved in ctx.saved_tensors), None, None, None
+
+
+def _add_product(sum_VD: Tensor, gradient_NV: Tensor, x_ND: Tensor) -> None:
+    """Adds gradientᵀ · x, whatever its dtype is, to an fp32 sum."""
+    if x_ND.dtype == torch.float32:
+        sum_VD.addmm_(gradient_NV.t(), x_ND)
+    elif x_ND.is_cuda:
+        torch.addmm(sum_VD, gradient_NV.t(), x_ND, out_dtype=torch.float32, out=sum_VD)
+    else:
+        sum_VD += gradient_NV.t() @ x_ND

@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from phalanx.kernels.document_attention import BACKWARD
 from phalanx.observe.comm_timer import replaced
 
 GPU = torch.device("cuda", 0)
@@ -346,6 +347,15 @@ def _flash_backward(args: tuple[Any, ...], _: int) -> int:
     return q.shape[0] * q.shape[1] * rows * (-(-q.shape[3] // 32) * 32 + 1) * 4 + _if_grouped(q, k, v)
 
 
+def _document_backward(args: tuple[Any, ...], _: int) -> int:
+    """As flash: with every document's rows filled up to a whole block, for which a block per 1024 tokens is allowed here."""
+    _, q, k, v = args[:4]
+    batch, length, heads, width = q.shape
+    rows = length + 128 * (1 + length // 1024)
+    grouped = (_bytes(k) + _bytes(v)) // k.shape[2] * heads if k.shape[2] != heads else 0
+    return batch * heads * rows * (-(-width // 32) * 32 + 1) * 4 + grouped
+
+
 def _efficient_backward(args: tuple[Any, ...], _: int) -> int:
     gradient, q = args[:2]
     return q.numel() * 4 + 2 * (q.numel() // q.shape[-1]) * 4 + _if_broadcast(gradient)
@@ -372,6 +382,7 @@ FORMULAS: dict[Any, Formula] = {
     _aten._scaled_dot_product_cudnn_attention_backward.default: _cudnn_backward,
     _aten._scaled_dot_product_flash_attention_backward.default: _flash_backward,
     _aten._scaled_dot_product_efficient_attention_backward.default: _efficient_backward,
+    BACKWARD.default: _document_backward,
     _aten.embedding_dense_backward.default: _embedding_backward,
     _aten.logsumexp.default: lambda args, _: _bytes(args[0]),
     _aten._softmax_backward_data.default: lambda args, _: _bytes(args[0]),

@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.modules import module as modules
 from torch.utils._pytree import tree_leaves
 
+from phalanx.kernels.document_attention import DocumentSpans, available
 from phalanx.models.moe import Experts
 from phalanx.observe.comm_timer import COMM_TIMER, replaced
 from phalanx.optim.optimizer import Resources, learning_rate
@@ -207,7 +208,7 @@ class Program:
         if self.built.outer is not None:
             self.built.outer.step()
             self.built.optimizer.adopt()
-        self.built.sharded.engine.updated()
+        self.built.sharded.engine.updated(stepped=self.built.outer is None)
         self._name_state()
 
     def _batch(self) -> MicroBatch:
@@ -215,8 +216,14 @@ class Program:
         length = self.run.train.sequence_length
         own = (self.plan.micro_batch, length // self.plan.layout.context)
         tokens, targets, positions = (torch.empty(own, dtype=torch.int64) for _ in range(3))
-        documents = torch.empty((own[0], length), dtype=torch.int32) if self.run.data.document_mask else None
-        return MicroBatch(tokens, targets, positions, documents, counted=own[0] * own[1], digest=0)
+        documents = spans = None
+        if self.run.data.document_mask:
+            documents = torch.empty((own[0], length), dtype=torch.int32)
+            if own[1] == length and available(self.mesh.device):
+                spans = DocumentSpans(
+                    torch.empty(own[0] * length + 1, dtype=torch.int32), torch.zeros(own[0], 6, dtype=torch.int64)
+                )
+        return MicroBatch(tokens, targets, positions, documents, counted=own[0] * own[1], digest=0, spans=spans)
 
     def _observe(self) -> None:
         """Let the parts of a step tell the tracker when they begin."""

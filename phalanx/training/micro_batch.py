@@ -18,6 +18,7 @@ from phalanx import accelerator
 from phalanx.data.dataset import Dataset
 from phalanx.data.loader import Loader, ReplicaShare
 from phalanx.data.pack import IGNORED, Batch
+from phalanx.kernels.document_attention import DocumentSpans, available
 from phalanx.models.decoder import mtp_targets
 from phalanx.parallel.context.context_parallel import rank_positions
 from phalanx.parallel.mesh import Mesh
@@ -54,6 +55,8 @@ class MicroBatch:
     """Number of targets that are not masked."""
     digest: int
     """Sum of the samples' checksums, each over the sample's index and token ids."""
+    spans: DocumentSpans | None = None
+    """Where the documents are, for the kernels of GPUs that need no mask."""
 
     @staticmethod
     def prepare(batch: Batch, device: torch.device, document_mask: bool, own: np.ndarray | None = None) -> MicroBatch:
@@ -72,11 +75,13 @@ class MicroBatch:
         # A window inside one document needs no mask, and GPUs have a much faster kernel for that. CPUs gain nothing, and with one
         # kernel for all windows the numbers do not depend on how windows are grouped.
         masked = document_mask and (batch.has_boundaries or not kind.asynchronous)
+        spans = DocumentSpans.of(batch.documents) if masked and own is None and available(device) else None
         return MicroBatch(
             tokens=tensor(select(batch.tokens)),
             targets=tensor(select(batch.targets)),
             positions=tensor(select(batch.positions)),
             documents=tensor(batch.documents) if masked else None,  # whole: a rank's queries see other ranks' keys
+            spans=None if spans is None else replace(spans, bounds=kind.pin(spans.bounds)),
             counted=int((select(batch.targets) >= 0).sum()),
             digest=batch.digest,
         )
@@ -86,7 +91,8 @@ class MicroBatch:
             return self
         tensors = {name: getattr(self, name) for name in ("tokens", "targets", "positions", "documents")}
         moved = {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items() if tensor is not None}
-        return replace(self, **moved)
+        spans = self.spans and replace(self.spans, bounds=self.spans.bounds.to(device, non_blocking=True))
+        return replace(self, spans=spans, **moved)
 
 
 def summed_loss(logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:

@@ -197,13 +197,15 @@ class Stepper:
 
     def _forward(self, part: int, given: Tensor | None, batch: MicroBatch) -> Any:
         with computing(self._compute, self._mesh.device):
-            return self.sharded.parts[part](batch.tokens if given is None else given, batch.positions, batch.documents)
+            module, first = self.sharded.parts[part], batch.tokens if given is None else given
+            further = {"spans": batch.spans} if batch.spans is not None and getattr(module, "takes_spans", False) else {}
+            return module(first, batch.positions, batch.documents, **further)
 
     def _stage_shape(self, batches: Sequence[MicroBatch], index: int) -> tuple[Sequence[int], torch.dtype]:
         """Shape and dtype of a micro-batch's residual stream between stages; with sequence parallelism a rank has a slice of it."""
         rows, length = batches[index].tokens.shape
         slices = self._mesh.size("tensor") if self._mesh.layout.sequence else 1
-        return (rows, length // slices, self._dim), torch.float32
+        return (rows, length // slices, self._dim), self.sharded.residual
 
     def _norm_and_divisor(self, totals: StepTotals) -> tuple[Tensor, Tensor]:
         """Norm of the mean gradient, and what the update divides the accumulated gradient g by.

@@ -204,7 +204,7 @@ class Trainer:
                 self._adopt_state()
                 self.stepper.update_incomplete = False
             else:
-                self.sharded.engine.updated()
+                self.sharded.engine.updated(stepped=True)
 
     def evaluate(self) -> Evaluated | None:
         """Mean loss of the first held-out sequences of each source. None: nothing is held out, or a rank was asked to stop."""

@@ -106,7 +106,7 @@ def _sent(run: Run, plan: Plan, each: float) -> dict[str, float]:
         sent["tensor"] = sums * times * 2 * _remote_part(layout.tensor) * tokens * model.dim * number
     if layout.context > 1:
         sent["context"] = model.layers / layout.pipeline * times * tokens * _context(run, number)
-    if layout.pipeline > 1:  # the mean rank; the residual stream is always in fp32
+    if layout.pipeline > 1:  # the mean rank; the residual stream of CPUs is in fp32
         boundaries = layout.pipeline * layout.stages_per_rank - 1
         slices = layout.tensor if layout.sequence else 1  # a tensor rank then sends its slice of the sequence
         sent["pipeline"] = 2 * boundaries / layout.pipeline * times * tokens / slices * model.dim * 4

@@ -379,3 +379,47 @@ def test_few_experts_are_cut_twice_and_boxes_have_no_gaps() -> None:
     whole = torch.arange(36).view(2, 6, 3)
     for index, (box, room) in enumerate(boxes):
         assert torch.equal(extract(box.slice, whole).flatten(), whole.flatten()[index * room : (index + 1) * room])
+
+
+def with_masters() -> tuple[DataParallel, OwnedParam, nn.Parameter]:
+    """ZeRO-0 as on GPUs: one of its parameters, as the optimizer and as the model know it."""
+    model = build(ODD)
+    shards = {name: ParamShard.full(parameter) for name, parameter in model.named_parameters()}
+    how = Sharding(axes=("data", "shard", "context"), compute="bf16", masters=True)
+    engine = data_parallel.build([model], shards, ALONE, recipe(model, 3), how)
+    owned = next(one for one in engine.owned if one.name == "blocks.0.mlp.up.weight")
+    return engine, owned, model.get_parameter(owned.name)
+
+
+def test_master_weights_beside_low_ones_and_sums_in_fp32() -> None:
+    """The model computes with bf16 weights, and what bf16 could not add up is added in fp32."""
+    engine, owned, parameter = with_masters()
+    assert (parameter.dtype, owned.value.dtype, owned.weight is not None) == (torch.bfloat16, torch.float32, True)
+    terms = [1.0, *[2.0**-9] * 64]  # each is lost beside 1 in bf16, all of them are 0.125
+    engine.begin(len(terms))
+    for term in terms:
+        (parameter * term).sum().backward()
+        engine.after_backward()
+    engine.finish()
+    assert owned.gradient is not None and owned.gradient.dtype == torch.float32
+    assert torch.equal(owned.gradient, torch.full_like(owned.gradient, sum(terms)))
+    with torch.no_grad():
+        owned.value.fill_(0.3)
+    engine.updated()
+    assert torch.equal(parameter, torch.full_like(parameter, 0.3))
+    with torch.no_grad():
+        owned.value.fill_(0.7)
+    owned.weight_written = True
+    engine.updated(stepped=True)
+    assert torch.equal(parameter, torch.full_like(parameter, 0.3)), "an optimizer that says so has written it"
+    engine.updated()
+    assert torch.equal(parameter, torch.full_like(parameter, 0.7))
+
+
+def test_one_micro_batch_leaves_gradients_where_the_backward_put_them() -> None:
+    engine, owned, parameter = with_masters()
+    engine.begin(1)
+    parameter.sum().backward()
+    engine.after_backward()
+    engine.finish()
+    assert owned.gradient is not None and owned.gradient.dtype == torch.bfloat16 and owned.gradient is parameter.grad

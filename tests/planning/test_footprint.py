@@ -92,7 +92,7 @@ def test_states_are_those_of_a_foreseen_rank(model: ModelSpec, layout: Layout) -
         held = built.sharded.owned
         values = sum(one.value.numel() for one in held)
         whole = {p: p.numel() * p.element_size() for part in built.sharded.parts for p in part.parameters()}
-        apart = layout.shard > 1 and layout.zero < 3
+        apart = layout.shard == 1 or layout.zero < 3  # master weights of their own
         parameters = sum(whole.values()) + 4 * sum(
             one.value.numel() for one in held if apart and len(one.shard.slice.whole) > 1
         )
@@ -126,13 +126,15 @@ def test_recomputation_and_offload_take_less_memory() -> None:
     assert total(Layout(data=1, context=8)) < total(Layout(data=8))
 
 
-def test_documents_and_grouped_heads_cost_a_table_of_scores_on_older_gpus() -> None:
+@pytest.mark.parametrize(("gpu", "table"), [("a100-sxm-80gb", False), ("v100-sxm2", True)])
+def test_documents_and_grouped_heads_cost_a_table_of_scores_on_older_gpus(gpu: str, table: bool) -> None:
     run = run_of("llama3-8b", 8, 4096, layout=Layout(data=8))
+    run = replace(run, precision=replace(run.precision, compute="fp16"))
     sizes = {}
-    for gpu in ("h100-sxm", "a100-sxm-80gb"):
-        found = given_space(run, cluster(8, gpu))
-        sizes[gpu] = footprint(found.jobs(pick(all_columns(found), slice(0, 1)))).at(0)["activations"]
-    assert sizes["a100-sxm-80gb"] > 1.5 * sizes["h100-sxm"]
+    for name in (gpu, "h100-sxm"):
+        found = given_space(run, cluster(8, name))
+        sizes[name] = footprint(found.jobs(pick(all_columns(found), slice(0, 1)))).at(0)["activations"]
+    assert (sizes[gpu] > 1.5 * sizes["h100-sxm"]) == table
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv", "interleaved-1f1b"])

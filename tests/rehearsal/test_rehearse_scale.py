@@ -74,7 +74,7 @@ def llama_bytes(run: Run, layout: Layout, blocks: int, stages: int) -> dict[str,
     wire = 4 * (matrices + norms)
     return {
         "tensor": {"all-gather": sliced, "reduce-scatter": sliced, "all-reduce": norm_sums},
-        "pipeline": {"send": 2 * stages * times * (tokens // n) * dim * 4},
+        "pipeline": {"send": 2 * stages * times * (tokens // n) * dim * 2},
         "shard": {
             "reduce-scatter": wire * (shard - 1) // shard,
             "all-gather": (2 * matrices + 4 * norms) * (shard - 1) // shard,
@@ -121,7 +121,7 @@ def test_deepseek_on_two_thousand_ranks(recompute: str) -> None:
     rows = 63 * (tokens * moe.active // 64) * model.dim * 2
     counts = 63 * (moe.experts // 64) * 8
     assert told.sent["expert"] == {"all-to-all": 2 * (2 * (forwards + backwards) * rows + forwards * counts)}
-    assert told.sent["pipeline"] == {"send": 2 * (2 * times) * tokens * model.dim * 4}
+    assert told.sent["pipeline"] == {"send": 2 * (2 * times) * tokens * model.dim * 2}
     experts = blocks * 4 * 3 * moe.ffn * model.dim
     assert layout.expert_shard == 2
     assert told.sent["experts' shard"] == {"reduce-scatter": experts * 4 // 2, "all-gather": experts * 2 // 2}

@@ -208,9 +208,9 @@ def test_a_loss_that_is_counted_twice(plant: Plant) -> None:
 
 
 def test_shares_that_are_not_passed_on(plant: Plant) -> None:
-    def updated(original: Around, self: DataParallel) -> None:
+    def updated(original: Around, self: DataParallel, stepped: bool = False) -> None:
         if not hasattr(self, "begun"):  # initial values are
-            original(self)
+            original(self, stepped=stepped)
         self.begun = True
 
     plant(DataParallel, "updated", updated)

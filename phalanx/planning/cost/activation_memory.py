@@ -1,5 +1,5 @@
 """Activation memory: bytes that a block and the head keep from forward to backward on one rank, tensor by tensor as the models and autograd
-allocate them. The residual stream is fp32, whatever a run computes in. Under autocast each projection casts its input anew; tensor parallelism
+allocate them. Norms compute in fp32, whatever the residual stream is in. Under autocast each projection casts its input anew; tensor parallelism
 casts once and shares. Sequence parallelism divides the residual stream, not the gathered inputs of a tensor-parallel region."""
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def block_activations(jobs: JobTable) -> BlockActivations:
     if not np.any(jobs.recompute):
         return BlockActivations(dense, sparse, 0.0, _backward_bytes(jobs), deferred)
     full, selective = jobs.recompute == RECOMPUTE.index("full"), jobs.recompute == RECOMPUTE.index("selective")
-    entering, part = 4.0 * jobs.dim * residual_tokens(jobs), recomputed_fraction(jobs)
+    entering, part = residual_stream(jobs), recomputed_fraction(jobs)
 
     def mixed(whole: Column, products: Column) -> Column:
         less = np.where(full, entering, np.where(selective, entering + products, whole))
@@ -57,6 +57,11 @@ def recomputed_fraction(jobs: JobTable) -> Column:
 def residual_tokens(jobs: JobTable) -> Column:
     """Tokens of the residual stream on one rank."""
     return jobs.tokens / np.where(jobs.sequence_parallel > 0, jobs.tensor, 1)
+
+
+def residual_stream(jobs: JobTable) -> Column:
+    """Bytes of the residual stream of one micro-batch on one rank."""
+    return 1.0 * jobs.residual_bytes * jobs.dim * residual_tokens(jobs)
 
 
 def kv_division(jobs: JobTable) -> Column:
@@ -163,10 +168,12 @@ def head_activations(jobs: JobTable) -> HeadActivations:
     tokens, size, low, divided = jobs.tokens, jobs.compute_bytes, jobs.compute_bytes < 4, jobs.tensor > 1
     chunk, depths, columns = jobs.loss_chunk, 1 + jobs.mtp_depth, jobs.vocab / jobs.tensor
     states = 4.0 * jobs.dim * residual_tokens(jobs) + np.where(low, 2, 4) * jobs.dim * tokens
-    each = np.where(divided, np.where(low, 10, 8), 12) * columns
+    on_cpu = jobs.on_cpu > 0
+    each = np.where(divided, np.where(on_cpu, np.where(low, 10, 8), 2 * size), 12) * columns
+    in_chunk = np.where(on_cpu, each, size * columns)  # a GPU's kernel writes the gradient in place of the logits
     logits = np.where(divided, size, 4) * columns
     gradients = size * jobs.dim * tokens + size * jobs.dim * columns  # both gradients, next to the loss
-    chunked = np.minimum(chunk, tokens) * each + gradients + size * jobs.dim * tokens + 4 * jobs.dim * columns
+    chunked = np.minimum(chunk, tokens) * in_chunk + gradients + size * jobs.dim * tokens + 4 * jobs.dim * columns
     return HeadActivations(
         states=states * depths,
         kept=np.where(chunk > 0, gradients, tokens * logits * depths),

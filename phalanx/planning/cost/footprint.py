@@ -18,7 +18,7 @@ from phalanx.planning.cost.activation_memory import (
     head_activations,
     kv_division,
     recomputed_fraction,
-    residual_tokens,
+    residual_stream,
 )
 from phalanx.planning.cost.job_table import JobTable, in_chunks
 from phalanx.planning.cost.schedule_cost import CODE, FORWARDS_FIRST, SPLITS_BACKWARD, V_SHAPED, deferred, in_flight
@@ -97,17 +97,22 @@ def _rank_footprint(
     at_loss = head.most * share.has_head
     in_backward = np.maximum(block.live + block.backward + in_block, cast) + _gradients_in_transit(jobs, held, sizes, share)
     # The embedding's gradient is allocated when the activations of its micro-batch are freed.
-    at_embedding = np.where(spread, 0.0, 4.0 * sizes.table * share.has_embedding) - unit - casts_kept / share.in_flight
+    masters = has_masters(jobs)
+    at_embedding = (
+        np.where(spread | masters, 0.0, 4.0 * sizes.table * share.has_embedding) - unit - casts_kept / share.in_flight
+    )
     left, whole = _zero2_in_transit(jobs, held, sizes, share)
     worst = np.maximum(np.maximum(at_loss, in_backward), np.maximum(at_embedding, whole - unit))
     logits = np.clip(worst, 0.0, at_loss)
     peak_activations = activations + worst - logits
     # Gradients that are allocated while activations are freed never exist next to all of them.
-    once = spread & (share.in_flight > jobs.accumulation * stages - 0.5)
-    peak_activations = np.where(once, np.maximum(peak_activations - gradients, 0.0), peak_activations)
-    messages = np.where(pipelined, 3 * 4.0 * jobs.dim * residual_tokens(jobs), 0.0)
+    once = (spread | masters) & (share.in_flight > jobs.accumulation * stages - 0.5)
+    later = np.where(once, np.minimum(gradients, peak_activations), 0.0)
+    peak_activations = peak_activations - later
+    logits = logits - np.where(once & masters, np.minimum(gradients - later, logits), 0.0)
+    messages = np.where(pipelined, 3 * residual_stream(jobs), 0.0)
     staged = np.minimum(4.0 * 2**24, 4 * (held.dense + held.experts) / jobs.shard)
-    buffers = messages + np.where(spread & (jobs.compute_bytes < 4) & (jobs.zero < 3), staged, 0.0) + left
+    buffers = messages + np.where(spread & (jobs.compute_bytes < 4) & (jobs.zero < 3) & (jobs.on_cpu > 0), staged, 0.0) + left
     moving = peak_activations + logits + gathered + buffers
     fixed = np.where(jobs.on_cpu > 0, 0.3 * 2**30, CONTEXT + GROUP * _groups(jobs) + FRAGMENTATION * moving)
     columns = (parameters, gradients, optimizer, peak_activations, logits, gathered, buffers, fixed)
@@ -117,7 +122,7 @@ def _rank_footprint(
 def _on_device(jobs: JobTable, share: PipelineShare, block: BlockActivations, unit: Column) -> Column:
     """Activations of all forwards in flight; with activation offload, those of two blocks and the blocks' inputs."""
     activations = unit * share.in_flight
-    few = 2 * np.maximum(block.dense, block.sparse) + 4.0 * jobs.dim * residual_tokens(jobs) * share.blocks
+    few = 2 * np.maximum(block.dense, block.sparse) + residual_stream(jobs) * share.blocks
     return np.where(jobs.activations_on_host > 0, np.minimum(few, activations), activations)
 
 
@@ -138,12 +143,15 @@ def _with_deferred(jobs: JobTable, share: PipelineShare, block: BlockActivations
 def _gradients_in_transit(jobs: JobTable, held: RankSizes, sizes: PartSizes, share: PipelineShare) -> Column:
     """Gradients in transit while activations are still there: first the head's, then those of blocks, three buckets at a
     time. A pipeline sends its gradients after the last backward. Without sharding, one matrix is cast before it enters its
-    bucket."""
+    bucket, unless master weights are kept apart: then gradients are where the backward puts them, or are added to sums in fp32."""
     head = sizes.table * share.has_head
     buckets = np.maximum(head, 3 * np.maximum(sizes.matrix, _BUCKET / 4)) * jobs.wire * (1 + 1 / jobs.shard)
     buckets = np.minimum(buckets, jobs.wire * (held.dense + held.experts))
     sharded = np.where((jobs.pipeline > 1) | (jobs.zero == 3), 0.0, buckets)
-    return np.where(jobs.shard == 1, 6.0 * np.maximum(head, sizes.matrix), sharded)
+    largest = np.maximum(head, sizes.matrix)
+    packed = np.where(jobs.data > 1, buckets, 0.0)
+    whole = np.where(has_masters(jobs), np.where(sums_gradients(jobs), 2.0 * largest, 0.0) + packed, 6.0 * largest)
+    return np.where(jobs.shard == 1, whole, sharded)
 
 
 def _zero2_in_transit(jobs: JobTable, held: RankSizes, sizes: PartSizes, share: PipelineShare) -> tuple[Column, Column]:
@@ -166,7 +174,7 @@ def _waiting_at_last_stage(jobs: JobTable, share: PipelineShare) -> Column:
 
 def _casts(jobs: JobTable, held: RankSizes, sizes: PartSizes, share: PipelineShare, at_end: Column) -> tuple[Column, Column]:
     """Autocast's 16-bit copies of fp32 weights: (bytes that every forward in flight keeps, bytes while one forward runs)."""
-    plain = (jobs.shard == 1) & (jobs.compute_bytes < 4)
+    plain = (jobs.shard == 1) & (jobs.compute_bytes < 4) & np.logical_not(has_masters(jobs))
     blocks = 2.0 * (held.dense + held.experts - held.tables) / jobs.stages
     head = 2.0 * sizes.table * share.has_head
     again, some = recomputed_fraction(jobs), jobs.recompute > 0
@@ -289,6 +297,16 @@ def rank_sizes(jobs: JobTable, sizes: PartSizes, share: PipelineShare) -> RankSi
     )
 
 
+def has_masters(jobs: JobTable) -> Column:
+    """Whether a rank that shards nothing keeps 16-bit weights next to fp32 master weights: on GPUs, unless the states are elsewhere."""
+    return (jobs.shard == 1) & (jobs.compute_bytes < 4) & (jobs.on_cpu == 0) & (jobs.offload == 0)
+
+
+def sums_gradients(jobs: JobTable) -> Column:
+    """Whether such a rank adds the gradients of several micro-batches, in fp32."""
+    return (jobs.accumulation > 1.5) | (jobs.pipeline > 1)
+
+
 def parameter_bytes(jobs: JobTable, sizes: PartSizes) -> tuple[ParameterBytes, ParameterBytes]:
     """Bytes per parameter of dense matrices, and of experts. In 16 bits, ZeRO-1 and 2 keep a whole 16-bit copy and shard
     the fp32 master weights."""
@@ -297,14 +315,17 @@ def parameter_bytes(jobs: JobTable, sizes: PartSizes) -> tuple[ParameterBytes, P
     # A pipeline accumulates gradients on each rank before it reduces them.
     adding = np.where(low, jobs.wire, 4.0)
     states = np.where(jobs.offload > 0, 0, jobs.moments)
+    masters, sums = has_masters(jobs), np.asarray(sums_gradients(jobs))
 
     def each(shard: Column, whole: Column) -> ParameterBytes:
         """`whole`: parameter and gradient stay whole although ZeRO-3 shards the rest."""
         apart = (jobs.zero == 3) & spread & np.logical_not(whole)
         part = 4.0 / shard
-        parameter = np.where(spread, np.where(apart, part, value + master / shard), 4.0)
+        parameter = np.where(spread, np.where(apart, part, value + master / shard), np.where(masters, 6.0, 4.0))
         kept = np.where((jobs.zero == 2) & (shard > 1), value / shard, value)
-        gradient = np.where(spread, np.where(apart, np.where(pipelined, adding, part), kept), 4.0)
+        gradient = np.where(
+            spread, np.where(apart, np.where(pipelined, adding, part), kept), np.where(masters & ~sums, 2.0, 4.0)
+        )
         return ParameterBytes(parameter, gradient, states / shard)
 
     dense = each(jobs.shard, False)

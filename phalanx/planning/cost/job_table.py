@@ -115,6 +115,8 @@ class JobTable:
     activations_on_host: Column = 0
     loss_chunk: Column = 0
     """Tokens whose logits exist at the same time; 0: all tokens of a micro-batch."""
+    residual_bytes: Column = 4
+    """Bytes of a value of the residual stream."""
     compute_bytes: Column = 2
     """Bytes of an activation value: 2, or 4 in fp32."""
     fp8: Column = 0

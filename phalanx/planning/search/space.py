@@ -28,6 +28,7 @@ divisors = cache(divisors_of)
 
 _DEFAULT, _MEMORY = Layout(), Memory()
 _HOPPER = ("h", "b", "gb")
+_MASKED = ("v", "t", "p", "mi")
 """Prefixes of the catalogue's names of Hopper GPUs and later ones."""
 _NONE, SELECTIVE, _FULL = (RECOMPUTE.index(mode) for mode in ("none", "selective", "full"))
 _LEVELS = ((_NONE, 1), (SELECTIVE, 1), (_FULL, 4), (_FULL, 3), (_FULL, 2), (_FULL, 1))
@@ -109,6 +110,7 @@ class Space:
             "ranks": self.gpus,
             "activations_on_host": int(memory.activations == "cpu"),
             "loss_chunk": memory.loss_chunk or 0,
+            "residual_bytes": 2 if self.hardware.device == "cuda" and self.compute in ("bf16", "fp8") else 4,
             "compute_bytes": 4 if self.compute == "fp32" else 2,
             "fp8": int(self.compute == "fp8") * (3 if memory.compile else 2),
             "compiled": int(memory.compile),
@@ -326,10 +328,13 @@ def layout_of(run: Run, jobs: JobTable, row: int) -> Layout:
 
 
 def kept_scores(run: Run, hardware: Hardware) -> int:
-    """What attention keeps of the scores, by the kernel that torch selects. Hopper and later have a fused kernel for masks
-    and grouped heads alike; older GPUs have one for either, and none for both at once or for grouped heads in fp32."""
-    model, masked = run.model, run.data.document_mask
-    grouped, half = model.mla is None and model.kv != model.heads, compute_of(run, hardware) != "fp32"
+    """What attention keeps of the scores, by the kernel that is selected. In 16 bits, NVIDIA's GPUs since Ampere need no mask between
+    documents. Hopper and later have a fused kernel for masks and grouped heads alike; older GPUs have one for either, and none for both at
+    once or for grouped heads in fp32."""
+    model, half = run.model, compute_of(run, hardware) != "fp32"
+    without = half and hardware.device == "cuda" and not hardware.gpu.key.startswith(_MASKED)
+    masked = run.data.document_mask and not without
+    grouped = model.mla is None and model.kv != model.heads
     fused = hardware.device != "cuda" or (half and hardware.gpu.key.startswith(_HOPPER))
     if not fused and grouped and (masked or not half or hardware.family.startswith("v100")):
         return 2

@@ -1,0 +1,114 @@
+"""Every kernel against plain PyTorch in higher precision, on random inputs."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(shutil.which("nvidia-smi") is None, reason="needs a CUDA GPU: there is no nvidia-smi here"),
+]
+
+CROSS_ENTROPY = """
+import torch
+import torch.nn.functional as F
+from phalanx.kernels.cross_entropy import IGNORED, cross_entropy_, log_sum_exp, softmax_gradient_
+
+for rows, columns in ((64, 128256), (33, 50257), (77, 1001), (5, 3)):
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        logits = (3 * torch.randn(rows, columns, device="cuda")).to(dtype)
+        targets = torch.randint(columns, (rows,), device="cuda")
+        targets[::4] = IGNORED
+        exact = logits.double().requires_grad_()
+        losses = F.cross_entropy(exact, targets, reduction="none", ignore_index=IGNORED)
+        losses.sum().backward()
+        found = logits.clone()
+        whole, target = cross_entropy_(found, targets)
+        torch.testing.assert_close((whole - target).masked_fill(targets == IGNORED, 0.0).double(), losses.detach(), rtol=1e-5, atol=1e-5)
+        distance = (found.double() - exact.grad).norm() / exact.grad.norm()
+        assert distance < (1e-6 if dtype == torch.float32 else 2e-3), (rows, columns, dtype, distance)
+        again = logits.clone()
+        given, _ = log_sum_exp(again, targets)
+        assert torch.equal(again, logits) and torch.equal(given, whole)
+        softmax_gradient_(again, targets, given)
+        assert torch.equal(again, found)
+print("ok")
+"""
+
+ADAMW = """
+import torch
+from phalanx.kernels.adamw import AdamWRow, AdamWSettings, adamw_
+
+SHAPES = ((1024, 333), (7,), (64, 64, 3), (4096,), (8193,))
+for gradients, moments, weights in (
+    (torch.float32, torch.float32, None), (torch.bfloat16, torch.float32, torch.bfloat16), (torch.bfloat16, torch.bfloat16, torch.bfloat16),
+    (torch.float16, torch.float32, torch.float16),
+):
+    for shift in (0, 1):  # one element further, so that nothing is aligned
+        def made(shape, dtype=torch.float32, fill=torch.randn):
+            size = torch.Size(shape).numel()
+            return fill(size + shift, device="cuda").to(dtype)[shift:].view(shape)
+        values = [made(shape) for shape in SHAPES]
+        exact = [value.double().requires_grad_() for value in values]
+        copies = [None if weights is None else value.to(weights) for value in values]
+        means, squares = ([made(shape, moments, torch.zeros) for shape in SHAPES] for _ in range(2))
+        steps = [torch.zeros((), device="cuda") for _ in SHAPES]
+        reference = torch.optim.AdamW(exact, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1)
+        divisor, no, yes = (torch.tensor(number, device="cuda") for number in (3.0, 0.0, 1.0))
+        for number in range(12):
+            new = [made(shape, gradients) for shape in SHAPES]
+            rows = [AdamWRow(*row) for row in zip(values, new, means, squares, steps, copies)]
+            if number == 5:
+                before = [value.clone() for value in values]
+                adamw_(rows, AdamWSettings(1e-3, 0.9, 0.999, 1e-8, 0.1), divisor, yes)
+                assert all(torch.equal(a, b) for a, b in zip(before, values)), "skipped"
+            for value, gradient in zip(exact, new):
+                value.grad = gradient.double() / 3
+            reference.step()
+            for step in steps:
+                step += 1
+            adamw_(rows, AdamWSettings(1e-3, 0.9, 0.999, 1e-8, 0.1), divisor, no)
+        worst = max(((value - wanted).norm() / wanted.norm()).item() for value, wanted in zip(values, exact))
+        assert worst < (1e-6 if moments == torch.float32 else 1e-4), (gradients, moments, worst)
+        assert weights is None or all(torch.equal(copy, value.to(weights)) for copy, value in zip(copies, values))
+print("ok")
+"""
+
+DOCUMENTS = """
+import numpy as np
+import torch
+from phalanx.kernels.document_attention import DocumentSpans
+from phalanx.models.attention import Scope, attend_locally
+
+dice = np.random.default_rng(0)
+for rows, heads, keys, length, width, values, whole in (
+    (3, 4, 2, 512, 64, 64, (1,)), (2, 4, 4, 300, 128, 128, ()), (4, 8, 2, 256, 64, 64, (0, 3)), (2, 4, 4, 256, 192, 128, ()), (1, 2, 1, 17, 32, 32, ()),
+):
+    documents = np.cumsum(dice.random((rows, length)) < 1 / 90, axis=1).astype(np.int32)
+    documents[list(whole)] = 0
+    spans = DocumentSpans.of(documents)
+    scope = Scope(torch.from_numpy(documents).cuda(), DocumentSpans(spans.bounds.cuda(), spans.runs))
+    inputs = [torch.randn(rows, h, length, w, device="cuda", dtype=torch.bfloat16).requires_grad_() for h, w in ((heads, width), (keys, width), (keys, values))]
+    out = attend_locally(*inputs, scope)
+    gradient = torch.randn_like(out)
+    found = torch.autograd.grad(out, inputs, gradient)
+    exact = [x.detach().float().requires_grad_() for x in inputs]
+    wanted = attend_locally(*exact, Scope(scope.documents))
+    for one, other in zip((out, *found), (wanted, *torch.autograd.grad(wanted, exact, gradient.float()))):
+        assert (one - other).norm() / other.norm() < 5e-3
+print("ok")
+"""
+
+
+@pytest.mark.parametrize(
+    "program",
+    [pytest.param(CROSS_ENTROPY, id="cross-entropy"), pytest.param(ADAMW, id="adamw"), pytest.param(DOCUMENTS, id="documents")],
+)
+def test_kernel(program: str) -> None:
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.strip().endswith("ok")

@@ -1,0 +1,53 @@
+"""Where documents begin, as the host tells it to the kernels. `tests/gpu/test_kernels` runs them."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+
+from phalanx.kernels.document_attention import DocumentSpans, Run, document_attention, runs_of
+
+
+def test_bounds_and_runs_of_rows() -> None:
+    documents = np.array([[0, 0, 0, 0], [0, 0, 1, 1], [0, 1, 2, 2], [0, 0, 0, 0], [0, 0, 0, 0]], dtype=np.int32)
+    spans = DocumentSpans.of(documents)
+    assert spans.bounds[:9].tolist() == [0, 4, 6, 8, 9, 10, 12, 16, 20]
+    assert list(runs_of(spans.runs)) == [
+        Run(row=0, rows=1, whole=1, document=0, documents=1, longest=4),
+        Run(row=1, rows=2, whole=0, document=1, documents=5, longest=2),
+        Run(row=3, rows=2, whole=1, document=6, documents=2, longest=4),
+    ]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_runs_cover_every_row_once_and_bounds_every_token(seed: int) -> None:
+    dice = np.random.default_rng(seed)
+    rows, length = int(dice.integers(1, 7)), int(dice.integers(1, 30))
+    documents = np.cumsum(dice.random((rows, length)) < dice.random((rows, 1)) * 0.3, axis=1).astype(np.int32)
+    spans = DocumentSpans.of(documents)
+    runs = list(runs_of(spans.runs))
+    assert [row for run in runs for row in range(run.row, run.row + run.rows)] == list(range(rows))
+    for run in runs:
+        bounds = spans.bounds[run.document : run.document + run.documents + 1].tolist()
+        assert bounds[0] == run.row * length and bounds[-1] == (run.row + run.rows) * length
+        lengths = np.diff(bounds)
+        assert lengths.max() == run.longest and bool(run.whole) == (len(lengths) == run.rows)
+        for first, last in pairwise(bounds):
+            assert len(set(documents.ravel()[first:last])) == 1 and first // length == (last - 1) // length
+    assert spans.bounds.shape == (rows * length + 1,) and spans.runs.shape == (rows, 6), "sizes do not depend on the documents"
+
+
+def test_compilers_see_shapes_only() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        q = torch.empty(2, 16, 4, 8, dtype=torch.bfloat16, requires_grad=True)
+        kv = torch.empty(2, 16, 2, 8, dtype=torch.bfloat16, requires_grad=True)
+        bounds, runs = torch.empty(33, dtype=torch.int32), torch.empty(2, 6, dtype=torch.int64)
+        out, sums = document_attention(q, kv, kv, bounds, runs, 0.5)
+        assert (out.shape, out.dtype) == (q.shape, q.dtype) and (sums.shape, sums.dtype) == ((2, 4, 16), torch.float32)
+        found = torch.autograd.grad(out.sum(), (q, kv))
+        assert [gradient.shape for gradient in found] == [q.shape, kv.shape]
