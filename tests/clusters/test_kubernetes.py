@@ -120,9 +120,12 @@ def losses(events: list[Event]) -> dict[int, tuple[float, int | None]]:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, tuple[float, int | None]]:
+    return alone(tmp_path_factory.mktemp("alone"), 150)
+
+
+def alone(folder: Path, steps: int) -> dict[int, tuple[float, int | None]]:
     """The losses of the same run on this machine alone."""
-    folder = tmp_path_factory.mktemp("alone")
-    (folder / "run.toml").write_text(RUN.format(steps=150, where="", url=""))
+    (folder / "run.toml").write_text(RUN.format(steps=steps, where="", url=""))
     command = [sys.executable, "-m", "phalanx", "train", "run.toml", "--run-dir", "run", "--on", "local", "cluster.nodes=1"]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""})
     assert done.returncode == 0, done.stderr
@@ -264,9 +267,11 @@ def test_run_outlives_the_api_server_and_broken_watches(
 
 
 def test_stopped_run_is_saved_and_the_same_command_resumes_it(
-    tmp_path: Path, cluster: KubeCluster, undisturbed: dict[int, tuple[float, int | None]]
+    tmp_path: Path, cluster: KubeCluster, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    job = Job(cluster, tmp_path / "job", steps=150)
+    steps = 1000  # so that a quick machine is not done before it is stopped
+    undisturbed = alone(tmp_path_factory.mktemp("long"), steps)
+    job = Job(cluster, tmp_path / "job", steps=steps)
     job.reach(20)
     job.process.send_signal(signal.SIGINT)  # the command ends, the run does not
     output, _ = job.process.communicate(timeout=60)
