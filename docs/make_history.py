@@ -201,7 +201,7 @@ these constants and their errors. Some of the steps below are among the data tha
 
 Predicted days and hours include failures and saving as Phalanx handles them. Published ones include all interruptions, or are computed from the
 published step time where no hours were published. Prices use the catalogue's price for a device-hour (`phalanx clusters`): today's prices, not
-those of the time. Some of these runs needed less memory than Phalanx, whose residual stream is fp32. The last two columns show the run file in
+those of the time. Some of these runs needed less memory than Phalanx, whose blocks keep more for the backward. The last two columns show the run file in
 Phalanx, with recomputation and micro-batch chosen by the plan.
 
 {notes}

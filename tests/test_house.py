@@ -267,7 +267,10 @@ def many_parameters(package: Package) -> list[str]:
             count = len(names) + bool(arguments.vararg) + bool(arguments.kwarg) - (names[:1] in (["self"], ["cls"]))
             # A verb of the command line declares one parameter per option.
             verb = module.room == "cli" and module.path.stem.endswith("_cmd") and not node.name.startswith("_")
-            if count > MAX_PARAMETERS and not verb:
+            # What a kernel reads and writes are its arguments; torch and Triton take no structures.
+            words = {word for decorator in node.decorator_list for word in ast.unparse(decorator).replace("(", ".").split(".")}
+            kernel = module.room == "kernels" and bool(words & {"jit", "operation", "register_fake"})
+            if count > MAX_PARAMETERS and not verb and not kernel:
                 found.append(f"{package.file(module)}:{node.name}")
     return found
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from phalanx import accelerator
-from phalanx.kernels.adamw import AdamWRow, AdamWSettings, adamw_
+from phalanx.kernels.fused_adamw import AdamWRow, AdamWSettings, adamw_
 from phalanx.kernels.triton_support import launches_triton
 from phalanx.optim.offload_stores import MOMENTS, Allocate, Chunk, HostBuffer, Store, make_store, on_device, split_chunks, trim
 from phalanx.optim.optimizer import (

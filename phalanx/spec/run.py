@@ -168,7 +168,7 @@ class Optimizer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Precision:
-    """Number formats. Weights are always fp32."""
+    """Number formats. The weights that the optimizer updates are always fp32."""
 
     compute: Literal["fp32", "bf16", "fp16", "fp8"] | None = None
     """Format of forward and backward. fp16 scales the loss; fp8 applies to the matrices of the blocks, with bf16 around them. Default: bf16 on GPUs, fp32 on CPUs."""

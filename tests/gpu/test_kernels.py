@@ -41,7 +41,7 @@ print("ok")
 
 ADAMW = """
 import torch
-from phalanx.kernels.adamw import AdamWRow, AdamWSettings, adamw_
+from phalanx.kernels.fused_adamw import AdamWRow, AdamWSettings, adamw_
 
 SHAPES = ((1024, 333), (7,), (64, 64, 3), (4096,), (8193,))
 for gradients, moments, weights in (
@@ -108,7 +108,7 @@ print("ok")
     "program",
     [pytest.param(CROSS_ENTROPY, id="cross-entropy"), pytest.param(ADAMW, id="adamw"), pytest.param(DOCUMENTS, id="documents")],
 )
-def test_kernel(program: str) -> None:
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=600)
+def test_kernel(program: str, gpu_environment: dict[str, str]) -> None:
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=600, env=gpu_environment)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.strip().endswith("ok")

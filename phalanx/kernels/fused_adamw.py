@@ -82,7 +82,7 @@ def _adamw_(
     eps: float,
     weight_decay: float,
 ) -> None:
-    from phalanx.kernels.adamw_triton import ELEMENT, adamw_kernel
+    from phalanx.kernels.fused_adamw_triton import ELEMENT, adamw_kernel
 
     device = values[0].device
     columns = [values, gradients, means, squares, weights or values]

@@ -1,4 +1,4 @@
-"""The Triton kernel of `kernels/adamw`."""
+"""The Triton kernel of `kernels/fused_adamw`."""
 
 from __future__ import annotations
 
