@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +80,15 @@ class Job:
     def start(self, *more: str) -> None:
         command = [sys.executable, "-m", "phalanx", "train", "run.toml", "--run-dir", "run", *more]
         self.process = subprocess.Popen(
-            command, cwd=self.path, env=self.env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            command,
+            cwd=self.path,
+            env=self.env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            preexec_fn=partial(
+                signal.signal, signal.SIGINT, signal.SIG_DFL
+            ),  # which shells ignore in what they start in the background
         )
 
     @property
@@ -269,7 +278,7 @@ def test_run_outlives_the_api_server_and_broken_watches(
 def test_stopped_run_is_saved_and_the_same_command_resumes_it(
     tmp_path: Path, cluster: KubeCluster, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    steps = 1000  # so that a quick machine is not done before it is stopped
+    steps = 400  # so that a quick machine is not done before it is stopped
     undisturbed = alone(tmp_path_factory.mktemp("long"), steps)
     job = Job(cluster, tmp_path / "job", steps=steps)
     job.reach(20)
