@@ -21,8 +21,10 @@ class Scope:
     all blocks."""
 
     def __init__(self, documents_BS: Tensor | None, spans: DocumentSpans | None = None):
-        self.documents, self.spans = documents_BS, spans
-        """Document of each position, and where documents begin and end, if that is known; None: every sequence is one document."""
+        self.documents = documents_BS
+        """Document of each position; None: every sequence is one document."""
+        self.spans = spans
+        """The same, for kernels that need no mask; None: there is only the mask."""
         self._mask: Tensor | None = None  # created at its first use; torch.compile does not trace a cached_property
 
     @property

@@ -45,7 +45,7 @@ def apply(parts: list[nn.Module], run: Run, plan: Plan, mesh: Mesh, recipe: Reci
     engine = _engine(parts, shards, run, plan, mesh, recipe)
     applied["data"] = engine.applied()
     placed = ShardedModel(
-        parts, mesh, engine, loss, residual=residual_dtype(plan, mesh), is_local_sgd=run.optimizer.sync_every > 1
+        parts, mesh, engine, loss, residual=residual_dtype(run, plan, mesh), is_local_sgd=run.optimizer.sync_every > 1
     )
     if recipe.schedule is not None:
         whole = recipe.schedule.splits_backward and run.memory.recompute == "selective"
@@ -78,9 +78,18 @@ def transform(parts: list[nn.Module], run: Run, plan: Plan, mesh: Mesh) -> dict[
     return applied
 
 
-def residual_dtype(plan: Plan, mesh: Mesh) -> torch.dtype:
-    """On GPUs bf16 where the blocks compute in it: half the memory and traffic. fp16 has too small a range for sums over all blocks."""
-    return torch.bfloat16 if accelerator.of(mesh.device).asynchronous and plan.compute in ("bf16", "fp8") else torch.float32
+def residual_dtype(run: Run, plan: Plan, mesh: Mesh) -> torch.dtype:
+    """On GPUs bf16 where the blocks compute in it: half the memory and traffic. fp16 has too small a range for sums over all blocks. A
+    custom module may rely on fp32."""
+    low = accelerator.of(mesh.device).asynchronous and plan.compute in ("bf16", "fp8") and run.model.module is None
+    return torch.bfloat16 if low else torch.float32
+
+
+def _has_masters(run: Run, plan: Plan, mesh: Mesh) -> bool:
+    """Whether ZeRO-0 keeps weights in 16 bits next to fp32 masters: on GPUs, which would convert them in every forward. On CPUs additions
+    keep one order for any number of ranks instead; with offloading, the masters are elsewhere; a custom module may rely on fp32."""
+    on_gpu = accelerator.of(mesh.device).asynchronous
+    return on_gpu and plan.compute != "fp32" and not run.memory.offloads and run.model.module is None
 
 
 def _engine(parts: list[nn.Module], shards: dict[str, ParamShard], run: Run, plan: Plan, mesh: Mesh, recipe: Recipe) -> Engine:
@@ -90,9 +99,8 @@ def _engine(parts: list[nn.Module], shards: dict[str, ParamShard], run: Run, pla
         axes=("data", "shard", "context") if run.optimizer.sync_every == 1 else ("shard", "context"),
         compute=plan.compute,
         reduce_dtype=torch.bfloat16 if run.precision.reduce == "bf16" else torch.float32,
-        # On CPUs, where weights are cheap to convert, additions keep one order for any number of ranks.
-        masters=accelerator.of(mesh.device).asynchronous and plan.compute != "fp32" and not run.memory.offloads,
-        residual=residual_dtype(plan, mesh),
+        masters=_has_masters(run, plan, mesh),
+        residual=residual_dtype(run, plan, mesh),
         keep_gathered=recipe.schedule is not None and recipe.schedule.splits_backward,
     )
     if sharding.zero == 3:

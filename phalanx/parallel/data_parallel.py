@@ -181,13 +181,14 @@ class DataParallel(Engine):
         }
 
     def applied(self) -> str:
-        if isinstance(self.buckets[0] if self.buckets else None, FlatBucket):
+        dtypes = " and ".join(dict.fromkeys(str(p.parameter.dtype).removeprefix("torch.") for p in self._params))
+        if self._sharding.zero == 0:
             ranks = max((bucket.replicas.size for bucket in self.buckets), default=1)
-            elements = sum(bucket.buffer.numel() for bucket in self.buckets if isinstance(bucket, FlatBucket))
-            return f"{len(self.buckets)} buckets of {elements:,} gradients in all, summed over {ranks} ranks"
+            elements = sum(parameter.numel() for bucket in self._trained for parameter in bucket.parameters)
+            masters = f"; parameters in {dtypes}, master weights in float32" if self._sharding.low_precision else ""
+            return f"{len(self.buckets)} buckets of {elements:,} gradients in all, summed over {ranks} ranks{masters}"
         param, largest = max(zip(self._params, self.owned, strict=True), key=lambda pair: pair[0].parameter.numel())
         own, total = sum(owned.value.numel() for owned in self.owned), sum(p.parameter.numel() for p in self._params)
-        dtypes = " and ".join(dict.fromkeys(str(p.parameter.dtype).removeprefix("torch.") for p in self._params))
         gradients = "their gradients too" if self._every_backward else "gradients whole"
         example = describe(largest, param.parameter.shape)
         return (
