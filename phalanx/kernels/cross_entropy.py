@@ -18,28 +18,20 @@ ELSEWHERE = -1
 # Shapes: N tokens, V this rank's columns of the logits.
 
 
-@operation("log_sum_exp", mutates=())
 def log_sum_exp(logits_NV: Tensor, columns_N: Tensor) -> tuple[Tensor, Tensor]:
     """The logarithm of the sum of each token's exponentials, and the logit of its target, 0 where this rank does not have it; in fp32."""
     if launches_triton(logits_NV):
-        return _launch(logits_NV, columns_N, None, gradient=False)
+        return _log_sum_exp(logits_NV, columns_N)
     x_NV = logits_NV.float()
     here_N = columns_N >= 0
     target_N = x_NV.gather(1, columns_N.clamp(min=0)[:, None])[:, 0].masked_fill(~here_N, 0.0)
     return x_NV.logsumexp(-1), target_N
 
 
-@log_sum_exp.register_fake
-def _(logits_NV: Tensor, columns_N: Tensor) -> tuple[Tensor, Tensor]:
-    like = logits_NV.new_empty(len(logits_NV), dtype=torch.float32)
-    return like, torch.empty_like(like)
-
-
-@operation("softmax_gradient_", mutates=("logits_NV",))
 def softmax_gradient_(logits_NV: Tensor, columns_N: Tensor, whole_N: Tensor) -> None:
     """The gradient of the sum of the losses, in place of the logits. `whole_N`: over the columns of all ranks, as `log_sum_exp` returns it."""
     if launches_triton(logits_NV):
-        _launch(logits_NV, columns_N, whole_N, gradient=True)
+        _softmax_gradient_(logits_NV, columns_N, whole_N)
         return
     x_NV = logits_NV if logits_NV.dtype == torch.float32 else logits_NV.float()
     here_N = columns_N >= 0
@@ -50,25 +42,43 @@ def softmax_gradient_(logits_NV: Tensor, columns_N: Tensor, whole_N: Tensor) -> 
         logits_NV.copy_(x_NV)
 
 
-@softmax_gradient_.register_fake
-def _(logits_NV: Tensor, columns_N: Tensor, whole_N: Tensor) -> None:
-    return None
-
-
-@operation("cross_entropy_", mutates=("logits_NV",))
 def cross_entropy_(logits_NV: Tensor, columns_N: Tensor) -> tuple[Tensor, Tensor]:
     """`log_sum_exp` and `softmax_gradient_` in one, for a rank that has all columns: the second read of a row comes from the cache."""
     if launches_triton(logits_NV):
-        return _launch(logits_NV, columns_N, None, gradient=True)
+        return _cross_entropy_(logits_NV, columns_N)
     whole_N, target_N = log_sum_exp(logits_NV, columns_N)
     softmax_gradient_(logits_NV, columns_N, whole_N)
     return whole_N, target_N
 
 
-@cross_entropy_.register_fake
+# Operations of torch. The first call of any imports torch's compiler, which takes seconds: CPUs never come here.
+
+
+@operation("log_sum_exp", mutates=())
+def _log_sum_exp(logits_NV: Tensor, columns_N: Tensor) -> tuple[Tensor, Tensor]:
+    return _launch(logits_NV, columns_N, None, gradient=False)
+
+
+@operation("softmax_gradient_", mutates=("logits_NV",))
+def _softmax_gradient_(logits_NV: Tensor, columns_N: Tensor, whole_N: Tensor) -> None:
+    _launch(logits_NV, columns_N, whole_N, gradient=True)
+
+
+@operation("cross_entropy_", mutates=("logits_NV",))
+def _cross_entropy_(logits_NV: Tensor, columns_N: Tensor) -> tuple[Tensor, Tensor]:
+    return _launch(logits_NV, columns_N, None, gradient=True)
+
+
+@_log_sum_exp.register_fake
+@_cross_entropy_.register_fake
 def _(logits_NV: Tensor, columns_N: Tensor) -> tuple[Tensor, Tensor]:
     like = logits_NV.new_empty(len(logits_NV), dtype=torch.float32)
     return like, torch.empty_like(like)
+
+
+@_softmax_gradient_.register_fake
+def _(logits_NV: Tensor, columns_N: Tensor, whole_N: Tensor) -> None:
+    return None
 
 
 def _launch(logits_NV: Tensor, columns_N: Tensor, whole_N: Tensor | None, *, gradient: bool) -> tuple[Tensor, Tensor]:

@@ -32,6 +32,7 @@ def main() -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     from phalanx.events.rundir import RunDir
     from phalanx.spec.load import load
+    from phalanx.spec.plan import Plan
 
     rundir = RunDir(Path(directory))
     run = load(rundir.run_file)
@@ -48,7 +49,8 @@ def main() -> None:
     fully_sharded = run.layout.shard > 1 and run.layout.zero == 3
     if fully_sharded or run.layout.pipeline > 1:
         import torch.distributed.fsdp
-    if fully_sharded or run.layout.context > 1 or run.memory.compile or run.memory.recomputes:
+    on_gpus = Plan.from_json(rundir.plan_file.read_text()).device != "cpu"  # whose kernels are operations of `phalanx/kernels`
+    if fully_sharded or run.layout.context > 1 or run.memory.compile or run.memory.recomputes or on_gpus:
         import torch._dynamo  # noqa: F401
     signals = rank.StopSignals()  # inherited by the ranks, so that an early stop signal is not lost
     gc.freeze()  # keeps the pages of everything loaded now shared: the garbage collector never touches them
