@@ -276,6 +276,12 @@ class ShardBucket:
         if self._fp32_sums and not last:
             self.slots[index].set_aside()
 
+    def end_backward(self) -> None:
+        """The two halves of a split backward do not call hooks: set aside what they have added."""
+        if self._fp32_sums:
+            for slot in self.slots:
+                slot.set_aside()
+
     def end_micro_batch(self, merges: int, set_aside: bool) -> None:
         """The backward adds micro-batches in place."""
 

@@ -138,6 +138,9 @@ class DataParallel(Engine):
 
     def after_backward(self, part: int | None = None) -> None:
         if self._pipelined:  # backwards come in any order and do not announce all gradients
+            for bucket in self._trained:
+                if isinstance(bucket, ShardBucket) and (part is None or bucket.part == part or bucket.shared):
+                    bucket.end_backward()
             for bucket in self._every_backward:
                 if part is None or bucket.part == part:
                     self._launch(bucket)

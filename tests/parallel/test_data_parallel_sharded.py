@@ -416,6 +416,18 @@ def test_master_weights_beside_low_ones_and_sums_in_fp32() -> None:
     assert torch.equal(parameter, torch.full_like(parameter, 0.7))
 
 
+def test_sums_in_fp32_of_split_backwards_which_call_no_hooks() -> None:
+    engine, owned, parameter = with_masters()
+    terms = [1.0, *[2.0**-9] * 64]
+    engine.begin(len(terms), pipelined=True)
+    for term in terms:
+        more = torch.full_like(parameter, term)
+        parameter.grad = more if parameter.grad is None else parameter.grad + more
+        engine.after_backward(0)
+    engine.finish()
+    assert owned.gradient is not None and torch.equal(owned.gradient, torch.full_like(owned.gradient, sum(terms)))
+
+
 def test_one_micro_batch_leaves_gradients_where_the_backward_put_them() -> None:
     engine, owned, parameter = with_masters()
     engine.begin(1)
