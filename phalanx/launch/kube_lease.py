@@ -40,6 +40,8 @@ class LeaseState:
     nodes: dict[int, NodeInfo] = field(default_factory=dict)
     pods: dict[int, str] = field(default_factory=dict)
     """The pod of each node."""
+    version: int = 0
+    """The resource version. Those of one object can be compared as numbers (Kubernetes' KEP-5504)."""
 
     @classmethod
     def of(cls, lease: Object) -> LeaseState:
@@ -53,6 +55,7 @@ class LeaseState:
             renewed=spec.get("renewTime") or "",
             pods={node: info.pop("pod") for node, info in infos.items()},
             nodes={node: NodeInfo(**info) for node, info in infos.items()},
+            version=int(lease["metadata"]["resourceVersion"]),
         )
 
 
@@ -174,10 +177,9 @@ class LeaseRegistry:
         if state.launch != self._launch:
             raise ApiError(http.client.GONE, f"{self._path} belongs to another start of the job")
         with self._lock:
-            old, new = (self.state.term, self.state.renewed), (state.term, state.renewed)
-            if new < old:
-                return  # a watch is late
-            if new > old:
+            if state.version < self.state.version:
+                return  # the answer to a request and the watch, in different threads, overtake each other
+            if (state.term, state.renewed) > (self.state.term, self.state.renewed):
                 self.renewals, self._seen = self.renewals + 1, self._clock()
             self.state = state
 

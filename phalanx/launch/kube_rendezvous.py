@@ -167,6 +167,8 @@ class _Registry:
         self._lost: dict[str, float] = {}
         """Pods of lost nodes, and when they were lost."""
         self._told: tuple[int, str, int, dict[int, protocol.NodeInfo]] | None = None
+        self._telling = threading.Lock()
+        """Both threads tell the agent the state: an older one never after a newer one."""
         for work in (self._follow_lease, self._work):
             threading.Thread(target=work, name=work.__name__.strip("_"), daemon=True).start()
 
@@ -265,20 +267,21 @@ class _Registry:
 
     def _tell(self, *, from_watch: bool = False) -> None:
         """Tell the agent the state. Its own renewals come back through the watch, perhaps late: they prove nothing."""
-        state = self._lease.state
-        news = (state.term, state.author, state.offered, state.nodes)
-        if from_watch and self._leads and news == self._told:
-            return
-        self._told = news
-        self.answers.put(
-            protocol.RegistryState(
-                term=state.term,
-                author=state.author,
-                offered=state.offered,
-                nodes={str(node): info for node, info in state.nodes.items()},
-                touches=self._lease.renewals,
+        with self._telling:
+            state = self._lease.state
+            news = (state.term, state.author, state.offered, state.nodes)
+            if from_watch and self._leads and news == self._told:
+                return
+            self._told = news
+            self.answers.put(
+                protocol.RegistryState(
+                    term=state.term,
+                    author=state.author,
+                    offered=state.offered,
+                    nodes={str(node): info for node, info in state.nodes.items()},
+                    touches=self._lease.renewals,
+                )
             )
-        )
 
 
 def _patiently(ask: Callable[[], T]) -> T:

@@ -12,7 +12,7 @@ import pytest
 from kube_server import KubeServer
 
 from phalanx.control.protocol import NodeInfo
-from phalanx.launch.kube_api import ApiError, KubeApi
+from phalanx.launch.kube_api import ApiError, KubeApi, Object
 from phalanx.launch.kube_lease import LeaseRegistry
 
 HEARTBEAT = 2.0
@@ -111,6 +111,23 @@ def test_nobody_leads_without_the_api_server(server: KubeServer) -> None:
     nodes.now += 5 * HEARTBEAT
     assert first.renew(1, "0-x"), "nobody else has claimed"
     assert not second.claim(2, "1-x"), "it leads again"
+
+
+def test_late_answer_does_not_hide_what_the_watch_has_told(server: KubeServer) -> None:
+    nodes = Nodes(server, 1)
+
+    class SlowApi(KubeApi):
+        def patch(self, path: str, patch: Object) -> Object:
+            answer = super().patch(path, patch)
+            nodes.all[0].announce(2, NodeInfo(name="2-x", address=["10.0.0.1", 2], pid=1), "pod-2")
+            next(watch)  # all three are in the list with which a watch begins
+            return answer
+
+    api = SlowApi(server.url, server.namespace)
+    second = LeaseRegistry(api, "run", "launch-1", HEARTBEAT)
+    watch = second.watch()
+    second.announce(1, NodeInfo(name="1-x", address=["10.0.0.1", 1], pid=1), "pod-1")
+    assert second.state.nodes.keys() == {0, 1, 2}
 
 
 def test_lease_of_another_start_is_left_alone(server: KubeServer) -> None:
