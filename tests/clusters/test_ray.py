@@ -187,6 +187,7 @@ JOB = """
 set -e
 ray() { python -m ray.scripts.scripts "$@"; }
 train="python -m phalanx train $PWD/run.toml --on ray --run-dir $PWD/run"
+export RAY_JOB_STOP_WAIT_TIME_S=120  # after 3 seconds Ray would kill a job that still saves, on a busy machine
 ray start --head --num-cpus=2 --disable-usage-stats --object-store-memory=100000000
 export RAY_ADDRESS=http://127.0.0.1:8265
 ray job submit --submission-id=first --no-wait -- $train
