@@ -70,9 +70,10 @@ def transform(parts: list[nn.Module], run: Run, plan: Plan, mesh: Mesh) -> dict[
             raise RunError([f'precision.compute = "fp8" is not available: {reason}; set precision.compute = "bf16".'])
         applied["fp8"] = fp8.apply(parts, run.precision.fp8_scaling, mesh.device)
     if memory.compile:
-        applied["compile"] = compile.apply(parts)
+        every = memory.recompute_every if memory.recompute == "selective" else None
+        applied["compile"] = compile.apply(parts, selective_every=every)
     if memory.recompute != "none" and memory.recompute != "auto":
-        applied["recompute"] = recompute.apply(parts, memory.recompute, memory.recompute_every)
+        applied["recompute"] = recompute.apply(parts, memory.recompute, memory.recompute_every, compiled=memory.compile)
     if memory.activations == "cpu":
         applied["activations"] = activations.apply(parts, mesh.device)
     return applied

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from phalanx.observe.comm_timer import timed_collective
+from phalanx.transforms.recompute import summed
 
 # torch 2.13 renames these two and warns of the old names.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -103,13 +104,16 @@ class Group:
         return self._differentiable(x, lambda x: x.view_as(x), self._summed)
 
     def reduce_from_region(self, x: Tensor) -> Tensor:
-        return self._differentiable(x, self._summed, lambda dx: dx)
+        return self._differentiable(x, lambda x: summed(self._summed, x), lambda dx: dx)
 
     def gather_to_region(self, x: Tensor, dim: int) -> Tensor:
         return self._differentiable(x, lambda x: self.all_gather(x, dim), lambda dx: self.reduce_scatter(dx, dim))
 
     def scatter_from_region(self, x: Tensor, dim: int) -> Tensor:
-        return self._differentiable(x, lambda x: self.reduce_scatter(x, dim), lambda dx: self.all_gather(dx, dim))
+        def scatter(x: Tensor) -> Tensor:
+            return summed(lambda x: self.reduce_scatter(x, dim), x)
+
+        return self._differentiable(x, scatter, lambda dx: self.all_gather(dx, dim))
 
     def split(self, x: Tensor, dim: int) -> Tensor:
         return self._differentiable(x, lambda x: self.own_chunk(x, dim).clone(), lambda dx: self.all_gather(dx, dim))

@@ -183,13 +183,11 @@ def _custom_module(run: Run) -> Iterator[str]:
 
 def _memory(run: Run) -> Iterator[str]:
     memory = run.memory
-    for key, used, reason in (
-        ("memory.compile", memory.compile, "compiled blocks choose themselves which results they store"),
-        ("memory.activations", memory.activations == "cpu", "the results that it stores would stay on the device"),
-    ):
-        if memory.recompute == "selective" and used:
-            remedy = f'Set memory.recompute = "full" or "none", or remove {key}'
-            yield f"$memory.recompute cannot be combined with ${key}: {reason}. {remedy}."
+    if memory.recompute == "selective" and memory.activations == "cpu":
+        yield (
+            "$memory.recompute cannot be combined with $memory.activations: the results that it stores would stay on the device. Set "
+            'memory.recompute = "full" or "none", or remove memory.activations.'
+        )
     if not memory.recomputes and memory.recompute_every > 1:
         yield '$memory.recompute_every has no effect, as $memory.recompute: set memory.recompute = "full", or remove it.'
     if memory.offloads and (no_offload := run.optimizer.traits.no_offload) is not None:

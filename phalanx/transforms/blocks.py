@@ -30,6 +30,18 @@ def blocks(parts: Sequence[nn.Module], setting: str) -> dict[str, nn.Module]:
     return by_name
 
 
+def block_number(name: str, parts: Sequence[nn.Module]) -> int:
+    """A block's index in the whole model, so that a choice of every N-th block does not depend on the layout. Blocks of `mtp` come last."""
+    kind, number, *_ = name.split(".")
+    layers: int = getattr(parts[0].spec, "layers", 0) if kind == "mtp" else 0
+    return int(number) + layers
+
+
+def routes_tokens(block: nn.Module) -> bool:
+    """Whether a block has experts, and counts the tokens of each."""
+    return any(hasattr(module, "counting") for module in block.modules())
+
+
 def named(names: Sequence[str]) -> str:
     """ "blocks.0 … blocks.15 (16)": up to two by name, more by the first and the last."""
     if len(names) <= 2:

@@ -1,15 +1,18 @@
 """Activation checkpointing: recomputes the activations of blocks in the backward instead of storing them. "full" stores a block's input;
-"selective" also the results of matrix products, grouped products and attention, which are most of the work and little of the memory.
+"selective" also the results of matrix products, grouped products and attention, which are most of the work and little of the memory. Where ranks
+add up a product (`summed`), it stores the sum instead of this rank's part.
 
-Both repeat the collectives inside a block, in the same order on every rank. The recomputed forward gives the same bits, does not count tokens
+Other collectives inside a block are repeated, in the same order on every rank. The recomputed forward gives the same bits, does not count tokens
 again, and can run more than once, as split backwards require.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from phalanx.kernels.document_attention import FORWARD
 from phalanx.spec.errors import RunFailed
-from phalanx.transforms.blocks import blocks, named
+from phalanx.transforms.blocks import block_number, blocks, named, routes_tokens
 
 STORED = frozenset([FORWARD.default]) | frozenset(
     getattr(torch.ops.aten, name).default
@@ -30,24 +33,26 @@ STORED = frozenset([FORWARD.default]) | frozenset(
     )
 )  # fmt: skip
 """Operations whose results "selective" stores."""
+_PRODUCTS = frozenset(getattr(torch.ops.aten, name).default for name in ("mm", "addmm", "_scaled_mm"))
+"""Of those, the ones of a linear layer."""
 
 
-def apply(parts: Sequence[nn.Module], mode: Literal["full", "selective"], every: int = 1) -> str:
-    """Recompute every N-th block, counted over the whole model; returns a description."""
+def apply(
+    parts: Sequence[nn.Module], mode: Literal["full", "selective"], every: int = 1, *, compiled: bool = False
+) -> str | None:
+    """Recompute every N-th block, counted over the whole model; returns a description.
+
+    `compiled`: `transforms/compile` has done it for the blocks that it compiled; None if that is all of them.
+    """
     changed = []
     for name, block in blocks(parts, f'memory.recompute = "{mode}"').items():
-        if _number(name, parts) % every == 0:
+        if block_number(name, parts) % every == 0 and (mode == "full" or not compiled or routes_tokens(block)):
             block.forward = _recomputed(block, mode)
             changed.append(name)
+    if compiled and mode == "selective" and not changed:
+        return None
     stored = "" if mode == "full" else ", all but matrix products and attention"
     return f"{mode}: {named(changed)}{stored} recomputed in the backward" if changed else f"{mode}: no block of this rank"
-
-
-def _number(name: str, parts: Sequence[nn.Module]) -> int:
-    """A block's index in the whole model, so that the choice of blocks does not depend on the layout."""
-    kind, number, *_ = name.split(".")
-    layers: int = getattr(parts[0].spec, "layers", 0) if kind == "mtp" else 0
-    return int(number) + layers
 
 
 def _recomputed(block: nn.Module, mode: str) -> Callable[..., Any]:
@@ -92,30 +97,85 @@ class _Recompute:
             module.counting = not recomputing  # type: ignore[assignment]
 
 
-class _Store(TorchDispatchMode):
+def summed(add: Callable[[Tensor], Tensor], product: Tensor) -> Tensor:
+    """`add(product)`, a sum over ranks that nothing but the caller reads `product` for. Selective recomputation stores the sum, does not
+    repeat the message, and does not store the product."""
+    mode = getattr(_current, "mode", None)
+    return add(product) if mode is None else mode.summed(add, product)
+
+
+_current = threading.local()
+"""Has the `_Store` or `_Replay` of the block that this thread runs as `mode`."""
+
+
+@dataclass(slots=True)
+class _Result:
+    """The result of one operation in a block's forward."""
+
+    func: Any
+    value: Any
+    """The result without its graph; None: not stored."""
+    versions: int
+    shape_only: bool = False
+    """Nothing reads the elements, and `value` has none."""
+
+
+class _Mode(TorchDispatchMode):
+    """Sees the operations of one block's forward."""
+
+    def __init__(self, results: list[_Result]):
+        super().__init__()
+        self.results = results
+
+    def __enter__(self) -> Any:
+        self._outer, _current.mode = getattr(_current, "mode", None), self
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        _current.mode = self._outer
+
+
+class _Store(_Mode):
     """Around the first forward: stores the results of the operations in STORED.
 
     torch's own pair of modes allows only one backward and fails if autocast has cached a weight.
     """
 
     def __init__(self) -> None:
-        super().__init__()
-        self.results: list[tuple[Any, Any, int]] = []
+        super().__init__([])
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        # Most blocks add their last product to the residual stream, and no gradient needs its value. torch stops the recomputed forward
+        # before it then; a block that does need it computes it again.
+        *_, product, last = _Result(None, None, 0), _Result(None, None, 0), *self.results
+        if last.func is summed or last.func in _PRODUCTS:
+            last.value = None
+        if last.func is summed and product.shape_only:
+            product.value = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         if func in STORED:
-            # Aliases: autograd attaches its graph to the returned tensors, and the graph must not keep itself alive.
-            self.results.append((func, tree_map_only(Tensor, _alias, out), _versions(out)))
+            self._store(func, out)
         return out
 
+    def summed(self, add: Callable[[Tensor], Tensor], product: Tensor) -> Tensor:
+        last = self.results[-1] if self.results else None
+        if last is not None and last.func in _PRODUCTS and _storage(last.value) == _storage(product):
+            last.value, last.shape_only = last.value.new_empty(()).expand(last.value.shape), True
+        total = add(product)
+        self._store(summed, total)
+        return total
 
-class _Replay(TorchDispatchMode):
+    def _store(self, func: Any, out: Any) -> None:
+        # Aliases: autograd attaches its graph to the returned tensors, and the graph must not keep itself alive.
+        self.results.append(_Result(func, tree_map_only(Tensor, _alias, out), _versions(out)))
+
+
+class _Replay(_Mode):
     """Around a recomputed forward: returns the stored results, in the same order."""
-
-    def __init__(self, results: list[tuple[Any, Any, int]]):
-        super().__init__()
-        self._results, self._next = results, 0
 
     def __enter__(self) -> Any:
         self._next = 0
@@ -124,12 +184,31 @@ class _Replay(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func not in STORED:
             return func(*args, **(kwargs or {}))
-        stored, out, versions = self._results[self._next] if self._next < len(self._results) else (None, None, 0)
+        stored = self._stored(func)
+        return func(*args, **(kwargs or {})) if stored is None else stored
+
+    def summed(self, add: Callable[[Tensor], Tensor], product: Tensor) -> Tensor:
+        stored = self._stored(summed)
+        return add(product) if stored is None else stored
+
+    def _stored(self, func: Any) -> Any:
+        """The next result; None: compute it."""
+        result = self.results[self._next] if self._next < len(self.results) else None
         self._next += 1
-        if stored is not func or versions != _versions(out):
-            how = "did not repeat the same operations" if stored is not func else f"changes the result of {func} in place"
-            raise RunFailed(f'memory.recompute = "selective" cannot be used: a block {how}; use "full" or "none".')
-        return tree_map_only(Tensor, _alias, out)
+        if result is None or result.func is not func:
+            self._refuse("did not repeat the same operations")
+        if result.value is None:
+            return None
+        if not result.shape_only and result.versions != _versions(result.value):
+            self._refuse(f"changes the result of {func} in place")
+        return tree_map_only(Tensor, _alias, result.value)
+
+    def _refuse(self, reason: str) -> NoReturn:
+        raise RunFailed(f'memory.recompute = "selective" cannot be used: a block {reason}; use "full" or "none".')
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
 
 
 def _alias(tensor: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from gathering import wholes
 from ranks import ALONE, run_ranks
 from sharded import replicated
 from torch import Tensor, nn
+from transforms.small import kept
 
 from phalanx.models.attention import Scope
 from phalanx.models.decoder import AXES
@@ -26,6 +27,7 @@ from phalanx.parallel.tensor import KvSelect
 from phalanx.spec.layout import Layout
 from phalanx.spec.model import Mla, ModelSpec, Moe
 from phalanx.training.micro_batch import MicroBatch, objective, summed_loss
+from phalanx.transforms import recompute
 from phalanx.transforms.precision import computing
 
 ODD = ModelSpec(vocab=257, dim=24, layers=2, heads=6, kv_heads=2, ffn=171, head_dim=8, qk_norm=True, init_std=0.2)
@@ -237,6 +239,60 @@ def test_projections_share_one_message() -> None:
     """Two regions: one message into each and one out of it, and the same backward."""
     assert run_ranks(messages, 2, False, layout=Layout(tensor=2)) == [["all_reduce"] * 4] * 2
     assert run_ranks(messages, 2, True, layout=Layout(tensor=2)) == [["all_gather", "reduce_scatter"] * 4] * 2
+
+
+def recomputed(mesh: Mesh, family: str, compute: str) -> list[tuple]:
+    """Training with nothing, everything, and all but products recomputed, with the whole sequence and with slices of it."""
+    results = []
+    for sequence in (False, True):
+        for mode in ("none", "full", "selective"):
+            placed = place([build(FAMILIES[family])], mesh, AXES, sequence=sequence)
+            if mode != "none":
+                recompute.apply(placed.parts, mode)  # type: ignore[arg-type]
+            results.append(train(placed, compute))
+    return results
+
+
+@pytest.mark.parametrize("compute", ["fp32", "bf16"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_recomputed_blocks_give_the_same_bits(family: str, compute: str) -> None:
+    for results in run_ranks(recomputed, 2, family, compute, layout=Layout(tensor=2)):
+        for plain, *others in (results[:3], results[3:]):
+            for loss, gradients, counts in others:
+                assert loss == plain[0]
+                assert [name for name, gradient in gradients.items() if not torch.equal(gradient, plain[1][name])] == []
+                assert all(torch.equal(counts[name], count) for name, count in plain[2].items())
+
+
+def selective_messages(mesh: Mesh, sequence: bool) -> tuple[list[str], int]:
+    """Messages of a selectively recomputed block, and the bytes that it stores."""
+    placed = place([build(replace(ODD, layers=1))], mesh, AXES, sequence=sequence)
+    recompute.apply(placed.parts, "selective")
+    block = placed.parts[0].blocks["0"]
+    x = torch.randn(2, LENGTH // 2 if sequence else LENGTH, 24, requires_grad=True)
+    rotation = rotary(ODD, torch.arange(LENGTH).expand(2, LENGTH))
+    y, size = kept(lambda: block(x, Scope(None), rotation))
+    sent: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("all_reduce", "all_gather", "reduce_scatter"):
+            send = getattr(Group, name)
+            patch.setattr(Group, name, lambda *args, send=send, name=name: sent.append(name) or send(*args))
+        y.sum().backward()
+    return sent, size - y.nbytes
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_selective_recomputation_stores_sums_and_does_not_repeat_them(sequence: bool) -> None:
+    tokens, spec = 2 * LENGTH, ODD
+    # A rank's half of queries, keys, values, attention (with the logarithm of each sum), gates and inner products.
+    inner = (spec.heads + 2 * spec.kv + spec.heads) * spec.head // 2 + spec.heads // 2 + 2 * ((spec.hidden + 1) // 2)
+    # The sum after attention: a slice of the sequence, or all of it. Nothing of the sum after the feed-forward.
+    total = spec.dim // 2 if sequence else spec.dim
+    gathered = ["all_gather"] * 2 if sequence else []  # both regions read their inputs again
+    back = ["all_gather", "reduce_scatter"] * 2 if sequence else ["all_reduce"] * 2
+    for sent, size in run_ranks(selective_messages, 2, sequence, layout=Layout(tensor=2)):
+        assert size <= 4 * tokens * (inner + total) + 4  # one element stands for the product that was added up
+        assert sorted(sent) == sorted(gathered + back)
 
 
 def in_bf16(mesh: Mesh) -> list[tuple]:

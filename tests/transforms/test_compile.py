@@ -5,7 +5,10 @@ import torch
 import torch._dynamo
 from transforms.small import CPU, KINDS, distance, learned, made
 
+from phalanx.models.attention import Scope
 from phalanx.models.init import build
+from phalanx.models.layers import rotary
+from phalanx.spec.model import ModelSpec
 from phalanx.transforms import activations, compile, recompute
 
 
@@ -48,6 +51,63 @@ def test_blocks_that_route_tokens_are_compiled_in_part() -> None:
         "blocks.0 and the attention of blocks.1 … mtp.0.block (3), which route tokens "
         "compiled by torch.compile (eager), each separately"
     )
+
+
+PARTITION = "aot_eager_decomp_partition"  # chooses what to store as inductor does, without generating code
+
+
+def stored(every: int | None) -> list[float]:
+    """What each of three compiled blocks stores for its backward, in numbers per token, in units of the width."""
+    fresh()
+    spec = ModelSpec(vocab=257, dim=64, layers=3, heads=4, kv_heads=2, ffn=256, context=256)
+    model = made(spec, lambda parts: compile.apply(parts, PARTITION, pytest.fail, selective_every=every))
+    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    x, sizes = torch.randn(1, 256, 64, requires_grad=True), []
+    for block in model.blocks.values():  # type: ignore[union-attr]
+        seen: dict[int, int] = {}
+
+        def pack(value: torch.Tensor, seen: dict[int, int] = seen) -> torch.Tensor:
+            storage = value.untyped_storage()
+            seen |= {} if storage.data_ptr() in weights else {storage.data_ptr(): storage.nbytes()}
+            return value
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda value: value):
+            block(x, Scope(None), rotary(spec, torch.arange(256).expand(1, 256))).sum().backward()
+        sizes.append(sum(seen.values()) / 4 / 256 / 64)
+    return sizes
+
+
+def test_selective_recomputation_of_compiled_blocks() -> None:
+    plain, some, all_ = stored(None), stored(2), stored(1)
+    # The input, queries, keys, values, attention (in two layouts), its projection, gates and inner products. Small: rotations, statistics of norms.
+    products = 1 + 1 + 0.5 + 0.5 + 2 + 1 + 4 + 4
+    assert all(products <= size <= products + 0.5 for size in all_)
+    # By default also both normalized inputs and the activated product.
+    assert all(size >= products + 2 + 4 for size in plain)
+    assert some == [all_[0], plain[1], all_[2]]
+
+
+@pytest.mark.parametrize("kind", ["dense", "mla"])
+def test_selectively_recomputed_compiled_blocks_compute_the_same(kind: str) -> None:
+    fresh()
+
+    def both(parts: list) -> None:
+        compile.apply(parts, PARTITION, pytest.fail, selective_every=2)
+        recompute.apply(parts, "selective", 2, compiled=True)
+
+    assert distance(learned(made(KINDS[kind], both)), learned(made(KINDS[kind]))) <= 1e-6
+
+
+def test_blocks_that_route_tokens_are_recomputed_instead_of_compiled() -> None:
+    model = build(KINDS["mla"])
+    assert compile.apply([model], "eager", selective_every=1) == (
+        "blocks.0 compiled by torch.compile (eager), each separately; in blocks.0 all but matrix products, attention and collectives "
+        "recomputed in the backward"
+    )
+    assert recompute.apply([model], "selective", 1, compiled=True) == (
+        "selective: blocks.1 … mtp.0.block (3), all but matrix products and attention recomputed in the backward"
+    )
+    assert recompute.apply([build(KINDS["dense"])], "selective", 1, compiled=True) is None
 
 
 def test_what_torch_refuses_is_said_once_and_runs_uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
