@@ -182,4 +182,5 @@ def special(rates: Rates, table: Table) -> Rates:
         repeated=rates.repeated * table.repeated,
         split=1.0,
         paired=PAIRED,
+        splits=1.0,
     )

@@ -134,7 +134,7 @@ class HangDetector:
 
     def __init__(self, control: Control):
         self._control = control
-        self._compiles = control.agent.run.memory.compile
+        self._compiles = bool(control.agent.run.memory.compile)
         self._timeouts = ProgressTimeouts(control.settings.timeout)
         self._stragglers: Stragglers | None = None
         self._generation = -1

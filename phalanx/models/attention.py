@@ -13,6 +13,7 @@ from phalanx.kernels.document_attention import DocumentSpans, document_attention
 from phalanx.models.layers import RMSNorm, Rotation, rotate
 from phalanx.spec.model import Mla, ModelSpec
 
+_SPANS_IN = (torch.bfloat16, torch.float16)  # dtypes of the kernels that need no mask
 _RANK_EPS = 1e-6  # of the two inner norms of latent attention; the published models use it regardless of the other norms
 
 
@@ -50,15 +51,26 @@ def attend_locally(q_BHSE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, scope: Scope,
     grouped = q_BHSE.shape[1] != k_BKTE.shape[1]
     if q_BHSE.shape[2] != k_BKTE.shape[2]:
         return F.scaled_dot_product_attention(q_BHSE, k_BKTE, v_BKTE, scale=scale, enable_gqa=grouped)
-    kind = q_BHSE.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else q_BHSE.dtype
-    if scope.spans is not None and dtype in (torch.bfloat16, torch.float16):
+    dtype = _compute_dtype(q_BHSE)
+    if scope.spans is not None and dtype in _SPANS_IN:
         q_BHSE, k_BKTE, v_BKTE = (x.to(dtype) for x in (q_BHSE, k_BKTE, v_BKTE))
         return _attend_in_spans(q_BHSE, k_BKTE, v_BKTE, scope.spans, scale)
     mask = scope.mask
     return F.scaled_dot_product_attention(
         q_BHSE, k_BKTE, v_BKTE, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
     )
+
+
+def prepare(scope: Scope, attend: Attend, x_BSD: Tensor) -> None:
+    """Create the mask if blocks will read it. Done before the blocks, so that the first one does not differ from the others: torch.compile would
+    compile it separately, and once more for its recomputation."""
+    if getattr(attend, "inner", attend) is attend_locally and (scope.spans is None or _compute_dtype(x_BSD) not in _SPANS_IN):
+        _ = scope.mask
+
+
+def _compute_dtype(x: Tensor) -> torch.dtype:
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
 def _attend_in_spans(q_BHSE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, spans: DocumentSpans, scale: float | None) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from phalanx.kernels.document_attention import DocumentSpans
-from phalanx.models.attention import Attention, KVCache, LatentAttention, Scope
+from phalanx.models.attention import Attention, KVCache, LatentAttention, Scope, prepare
 from phalanx.models.layers import GELU, Rotation, SwiGLU, norm, rotary
 from phalanx.models.moe import MoE
 from phalanx.spec.model import ModelSpec
@@ -157,6 +157,8 @@ class Decoder(nn.Module):
         elif self.position_embed is not None:
             x_BSD = x_BSD + self.position_embed(positions_BS)
         scope = Scope(documents_BS, spans)
+        for block in list(self.blocks.values())[:1]:
+            prepare(scope, block.attention.attend, x_BSD)
         for index, block in enumerate(self.blocks.values()):
             x_BSD = block(x_BSD, scope, rotation, None if kv_cache is None else kv_cache[index])
         return self._finish(x_BSD, tokens_BS, scope, rotation) if self.is_last_stage else x_BSD

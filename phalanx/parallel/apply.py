@@ -37,7 +37,7 @@ def apply(parts: list[nn.Module], run: Run, plan: Plan, mesh: Mesh, recipe: Reci
     if layout.context > 1:
         applied["context"] = context_parallel.swap(parts, mesh, layout.context_method)
     columns = mesh.group("tensor", use="tensor")
-    loss = vocab_parallel.swap(parts, columns, chunk=run.memory.loss_chunk, sequence=layout.sequence, loss=recipe.loss)
+    loss = vocab_parallel.swap(parts, columns, chunk=run.memory.loss_chunk or None, sequence=layout.sequence, loss=recipe.loss)
     applied["loss"] = vocab_parallel.applied(parts, loss)
     applied |= transform(parts, run, plan, mesh)
     if recipe.tied in shards and not any(getattr(part, "is_first_stage", True) for part in parts):
@@ -70,10 +70,9 @@ def transform(parts: list[nn.Module], run: Run, plan: Plan, mesh: Mesh) -> dict[
             raise RunError([f'precision.compute = "fp8" is not available: {reason}; set precision.compute = "bf16".'])
         applied["fp8"] = fp8.apply(parts, run.precision.fp8_scaling, mesh.device)
     if memory.compile:
-        every = memory.recompute_every if memory.recompute == "selective" else None
-        applied["compile"] = compile.apply(parts, selective_every=every)
+        applied["compile"] = compile.apply(parts, selective=memory.recompute == "selective")
     if memory.recompute != "none" and memory.recompute != "auto":
-        applied["recompute"] = recompute.apply(parts, memory.recompute, memory.recompute_every, compiled=memory.compile)
+        applied["recompute"] = recompute.apply(parts, memory.recompute, memory.recompute_every, compiled=bool(memory.compile))
     if memory.activations == "cpu":
         applied["activations"] = activations.apply(parts, mesh.device)
     return applied

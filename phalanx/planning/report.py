@@ -219,7 +219,7 @@ def run_file_tables(candidate: Candidate) -> str:
     lines += ["", "[memory]", f"recompute = {toml(candidate.recompute)}"]
     lines += [f"recompute_every = {candidate.recompute_every}"] if candidate.recompute_every > 1 else []
     lines.append(f"offload = {toml(candidate.offload)}")
-    lines += ["compile = true"] if candidate.compiled else []
+    lines += [f"compile = {toml(candidate.compiled)}"] if candidate.compiled or candidate.compute != "fp32" else []
     return "\n".join(lines)
 
 

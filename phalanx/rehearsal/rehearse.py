@@ -178,11 +178,19 @@ def rehearse(run: Run, plan: Plan, rank: int, device: RehearsalDevice) -> Rehear
 
 
 def resolved(run: Run) -> Run:
-    """The run with "auto" settings off, and uncompiled."""
+    """The run with "auto" settings off, and uncompiled. Compiled blocks store what selective recomputation stores."""
     memory = run.memory
     recompute = "none" if memory.recompute == "auto" else memory.recompute
+    if recompute == "none" and _stores_as_compiled(run):
+        recompute = "selective"
     offload = "none" if memory.offload == "auto" else memory.offload
     return replace(run, memory=replace(memory, recompute=recompute, offload=offload, compile=False))
+
+
+def _stores_as_compiled(run: Run) -> bool:
+    """Whether selective recomputation stores what the run's compiled blocks store. Those of tensor ranks also store gathered inputs, and of
+    blocks with experts only attention is compiled."""
+    return bool(run.memory.compile) and run.layout.tensor == 1 and run.model.moe is None
 
 
 def _refuse(plan: Plan, rank: int) -> None:
@@ -297,10 +305,10 @@ def _notes(run: Run, device: RehearsalDevice, in_use: int) -> tuple[str, ...]:
             "Activations that return from the host are freed when the GPU has used them, which a rehearsal cannot time: the allocator may "
             "reserve up to twice as much as shown."
         )
-    if run.memory.compile:
-        notes.append(
-            "Blocks are rehearsed uncompiled. Compiled blocks take less memory than shown (10 % less in one measurement)."
-        )
+    if run.memory.compile and _stores_as_compiled(run):
+        notes.append("Blocks are rehearsed uncompiled, with what compiled blocks store for the backward.")
+    elif run.memory.compile:
+        notes.append("Blocks are rehearsed uncompiled. Compiled blocks take less memory than shown.")
     return tuple(notes)
 
 

@@ -187,7 +187,7 @@ class Memory:
     """Techniques that trade time for memory."""
 
     recompute: Literal["auto", "none", "full", "selective"] = "auto"
-    """Activation checkpointing: recompute activations in the backward instead of storing them. "full": of whole blocks; "selective": all but the results of matrix products and attention. "auto": none, unless the plan finds that the run needs it or is faster with it."""
+    """Activation checkpointing: recompute activations in the backward instead of storing them. "full": of whole blocks; "selective": all but the results of matrix products and attention, which costs little time. "auto": none, unless the plan finds that the run needs it or is faster with it."""
     recompute_every: int = field(default=1, metadata=within(1))
     """Recompute only every N-th block."""
     offload: Literal["auto", "none", "cpu", "nvme"] = "auto"
@@ -198,10 +198,10 @@ class Memory:
     """nvme: MiB of host memory per rank for reading ahead and writing back."""
     activations: Literal["device", "cpu"] = "device"
     """Where activations wait for the backward; "cpu" offloads them to host memory."""
-    loss_chunk: int | None = field(default=None, metadata=within(1))
-    """Tokens whose logits exist at the same time; with a large vocabulary, 1024 saves gigabytes. Default: all tokens of a micro-batch."""
-    compile: bool = False
-    """Compile each block with torch.compile."""
+    loss_chunk: int | None = field(default=None, metadata=within(0))
+    """Tokens whose logits exist at the same time; with a large vocabulary, 1024 saves gigabytes. 0: all tokens of a micro-batch. Default: on GPUs as many as have logits of 2 GiB, on CPUs all."""
+    compile: bool | None = None
+    """Compile each block with torch.compile, which makes it faster and saves memory. Default: on GPUs, for built-in models, but not with tensor parallelism or a schedule that splits backwards."""
 
     @property
     def recomputes(self) -> bool:

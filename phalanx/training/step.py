@@ -81,7 +81,7 @@ class Stepper:
         self.limits = NO_LIMITS
         """Of loss and gradient norm in the step in progress: a step above them is a spike and is skipped."""
         self.scale = LossScale.of(plan.compute, run.precision.loss_scale)
-        self._compiles = run.memory.compile
+        self._compiles = bool(run.memory.compile)
         self.stages = tuple((0,) if pipeline is None else pipeline.schedule.stages_of(self._mesh.coordinate("pipeline")))
         """Pipeline stages of this rank's parts."""
         self.number = self.seed = 0

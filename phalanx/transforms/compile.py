@@ -1,6 +1,6 @@
 """Compiles each block with torch.compile. `parallel/apply` calls it after fp8 and before recomputation, offload and sharding, which
-stay outside the compiled code. What a compiled block stores for its backward is the compiler's choice, so selective recomputation of such
-blocks is done here: the compiler then recomputes everything but matrix products, attention and collectives.
+stay outside the compiled code. What a compiled block stores for its backward is the compiler's choice. It is told to store what selective
+recomputation stores, the results of matrix products and attention, and those of collectives.
 
 If torch cannot compile a part of a block, that part runs uncompiled and one line reports it; the run never fails because of it.
 """
@@ -17,16 +17,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from phalanx.transforms.blocks import block_number, blocks, named, routes_tokens
+from phalanx.transforms.blocks import blocks, named, routes_tokens
 
 _MAX_REASON = 300
 """Characters of torch's reason to report."""
-_HEURISTICS = (
-    "ban_recompute_used_far_apart",
-    "ban_recompute_long_fusible_chains",
-    "ban_recompute_materialized_backward",
+_STORE_LESS = dict.fromkeys(
+    ("ban_recompute_used_far_apart", "ban_recompute_long_fusible_chains", "ban_recompute_materialized_backward"), False
 )
-"""By which torch stores results that could be recomputed, to save time."""
+"""torch's reasons to store what it could recompute, such as normalized inputs: a third of a block's memory, for under a percent of its time."""
 
 
 def apply(
@@ -34,37 +32,31 @@ def apply(
     backend: str = "inductor",
     notice: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True),
     *,
-    selective_every: int | None = None,
+    selective: bool = False,
 ) -> str:
-    """Compile each block's forward at its first call; returns a description. `selective_every`: every N-th block is recomputed selectively;
-    `transforms/recompute` does it for blocks that route tokens."""
-    compilers = {selective: Compiler(backend, notice, selective=selective) for selective in (False, True)}
-    whole, partly, lean = [], [], []
+    """Compile each block's forward at its first call; returns a description. `selective`: `transforms/recompute` recomputes blocks that route
+    tokens selectively, and the compiler cannot see what happens there."""
+    compiler = Compiler(backend, notice)
+    whole, partly = [], []
     for name, block in blocks(parts, "memory.compile = true").items():
-        selective = selective_every is not None and block_number(name, parts) % selective_every == 0
-        compiler = compilers[selective]
         if not routes_tokens(block):
             block.forward = compiler.around(block.forward)
             whole.append(name)
-            lean += [name] if selective else []
         elif selective:
-            continue  # the compiler cannot see what happens inside `transforms/recompute`
+            continue
         elif isinstance(attention := getattr(block, "attention", None), nn.Module):
             # Routing counts tokens and depends on values: recomputed for a backward, it would compile to something else.
             attention.forward = compiler.around(attention.forward)
             partly.append(name)
     compiled = [named(whole)] if whole else []
     compiled += [f"the attention of {named(partly)}, which route tokens"] if partly else []
-    note = f"; in {named(lean)} all but matrix products, attention and collectives recomputed in the backward" if lean else ""
-    return f"{' and '.join(compiled) or 'nothing'} compiled by torch.compile ({backend}), each separately{note}"
+    return f"{' and '.join(compiled) or 'nothing'} compiled by torch.compile ({backend}), each separately"
 
 
 class Compiler:
     """Compiles one rank's blocks; reports the first part that torch cannot compile."""
 
-    def __init__(self, backend: str, notice: Callable[[str], None], *, selective: bool = False):
-        """`selective`: the backward recomputes whatever is no matrix product, attention or collective. By default torch stores more, such as the
-        results of norms, to save time."""
+    def __init__(self, backend: str, notice: Callable[[str], None]):
         # Importing the compiler takes a second or two: only runs that compile pay for it.
         import torch._dynamo
         import torch._functorch.config
@@ -73,7 +65,6 @@ class Compiler:
         self._compile = torch._dynamo.lookup_backend(backend)
         self._backend = self._compile_or_return  # one object: blocks share a compilation only if they have the same backend
         self._settings = torch._dynamo.config, torch._functorch.config
-        self._store = dict.fromkeys(_HEURISTICS, False) if selective else {}
         # torch logs suppressed errors here at length; `_shorten` turns them into one line.
         logging.getLogger("torch._dynamo.convert_frame").addFilter(self._shorten)
 
@@ -90,7 +81,7 @@ class Compiler:
             with (
                 warnings.catch_warnings(action="ignore"),  # warnings of compilers are for their authors
                 dynamo.patch(suppress_errors=True, recompile_limit=1024),
-                functorch.patch(force_non_lazy_backward_lowering=True, **self._store),
+                functorch.patch(force_non_lazy_backward_lowering=True, **_STORE_LESS),
             ):
                 return compiled(*args, **kwargs)
 

@@ -42,7 +42,7 @@ def apply(
 ) -> str | None:
     """Recompute every N-th block, counted over the whole model; returns a description.
 
-    `compiled`: `transforms/compile` has done it for the blocks that it compiled; None if that is all of them.
+    `compiled`: the compiler does so in the blocks that it compiles, all but those that route tokens; None if there are no others.
     """
     changed = []
     for name, block in blocks(parts, f'memory.recompute = "{mode}"').items():

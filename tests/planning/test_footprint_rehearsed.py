@@ -45,17 +45,23 @@ LONG = [
     case("llama3-8b", 4, 16, 4096, Layout(data=1, shard=8, zero=2)),
     case("llama3-8b", 4, 2, 8192, Layout(data=1, context=4)),
     case("llama3-70b", 4, 4, 8192, Layout(data=1, tensor=8, sequence=True)),
+    case("llama3-70b", 4, 4, 8192, Layout(data=1, tensor=8, sequence=True), recompute="selective"),
+    case("llama3-70b", 4, 4, 8192, Layout(data=1, tensor=8), recompute="selective"),
     case("llama3-70b", 4, 4, 8192, Layout(data=1, shard=2, zero=3, tensor=8)),
     case("llama3-8b", 8, 8, 4096, Layout(data=1, pipeline=4)),
     case("llama3-8b", 8, 16, 4096, Layout(data=1, shard=2, zero=1, pipeline=4, schedule="zbv")),
     case("llama3-8b", 8, 16, 4096, Layout(data=1, shard=2, zero=3, pipeline=4)),
+    case(
+        "llama3-70b", 16, 16, 4096,
+        Layout(data=1, shard=2, zero=1, pipeline=4, tensor=4, sequence=True, schedule="interleaved-1f1b", stages=2), recompute="selective",
+    ),
     case("mixtral-8x7b", 3, 4, 4096, Layout(data=1, shard=4, zero=1, expert=2)),
     case("mixtral-8x7b", 3, 4, 4096, Layout(data=1, shard=4, zero=3, expert=2)),
     case("deepseek-v3", 5, 8, 4096, Layout(data=1, shard=8, zero=1, expert=8)),
     case("deepseek-v3", 5, 4, 4096, Layout(data=1, shard=4, tensor=2, sequence=True, zero=1, expert=8), recompute="selective"),
     case("gpt2-124m", 12, 8, 1024, Layout(data=1), micro_batch=8),
     case("qwen3-8b", 4, 1, 4096, Layout(data=1)),
-]
+]  # fmt: skip
 
 
 def foretold(run: Run) -> float:
@@ -89,7 +95,7 @@ def test_a_small_run(number: int) -> None:
 
 
 @pytest.mark.slow
-def test_twenty_runs_within_three_percent_in_the_median_and_ten_at_most() -> None:
+def test_runs_within_three_percent_in_the_median_and_ten_at_most() -> None:
     errors = {str((run.model.preset, layout)): foretold(run) / rehearsed(run) - 1 for run, layout in LONG}
     sizes = np.abs(list(errors.values()))
     assert median(sizes) <= 0.03, errors

@@ -1,6 +1,7 @@
 """Activation memory: bytes that a block and the head keep from forward to backward on one rank, tensor by tensor as the models and autograd
 allocate them. Norms compute in fp32, whatever the residual stream is in. Under autocast each projection casts its input anew; tensor parallelism
-casts once and shares. Sequence parallelism divides the residual stream, not the gathered inputs of a tensor-parallel region."""
+casts once and shares. Sequence parallelism divides the residual stream, not the gathered inputs of a tensor-parallel region. Compiled blocks keep
+less: the compiler fuses casts, and recomputes what follows from something else that it keeps."""
 
 from __future__ import annotations
 
@@ -28,21 +29,33 @@ class BlockActivations(NamedTuple):
 
 def block_activations(jobs: JobTable) -> BlockActivations:
     """Activations of one block under the job's recomputation."""
-    (dense, dense_products), (sparse, sparse_products) = _block_bytes(jobs)
+    dense, sparse = _block_bytes(jobs)
     has_experts = jobs.sparse_layers > 0
-    deferred = np.where(has_experts, sparse_products, dense_products)
+    deferred = np.where(has_experts, sparse.products, dense.products)
     if not np.any(jobs.recompute):
-        return BlockActivations(dense, sparse, 0.0, _backward_bytes(jobs), deferred)
+        return BlockActivations(dense.kept, sparse.kept, 0.0, _backward_bytes(jobs), deferred)
     full, selective = jobs.recompute == RECOMPUTE.index("full"), jobs.recompute == RECOMPUTE.index("selective")
     entering, part = residual_stream(jobs), recomputed_fraction(jobs)
 
-    def mixed(whole: Column, products: Column) -> Column:
-        less = np.where(full, entering, np.where(selective, entering + products, whole))
-        return part * less + (1 - part) * whole
+    def mixed(block: _BlockBytes) -> Column:
+        less = np.where(full, entering, np.where(selective, entering + block.stored, block.kept))
+        return part * less + (1 - part) * block.kept
 
-    live = np.where(jobs.recompute > 0, np.where(has_experts, sparse, dense) - np.where(selective, deferred, 0.0), 0.0)
-    kept = mixed(dense, dense_products), mixed(sparse, sparse_products)
-    return BlockActivations(*kept, live, _backward_bytes(jobs), deferred)
+    stored = np.where(has_experts, sparse.stored, dense.stored)
+    live = np.where(has_experts, sparse.kept, dense.kept) - np.where(selective, stored, 0.0)
+    return BlockActivations(
+        mixed(dense), mixed(sparse), np.where(jobs.recompute > 0, live, 0.0), _backward_bytes(jobs), deferred
+    )
+
+
+class _BlockBytes(NamedTuple):
+    """Bytes of one micro-batch in a block that is not recomputed, or in a part of it."""
+
+    kept: Column
+    stored: Column
+    """What selective recomputation keeps of it, besides the block's input."""
+    products: Column
+    """Results of matrix products and attention."""
 
 
 def recomputed_fraction(jobs: JobTable) -> Column:
@@ -76,24 +89,45 @@ def _read(jobs: JobTable, projections: Column) -> Column:
     return np.where(jobs.compute_bytes < 4, 2 * casts, 4) * jobs.dim * jobs.tokens
 
 
-def _block_bytes(jobs: JobTable) -> tuple[tuple[Column, Column], tuple[Column, Column]]:
-    """Of a dense block and of one with experts: the bytes that it keeps, and the part of them that is results of matrix
-    products and attention, which selective recomputation keeps too."""
+def _block_bytes(jobs: JobTable) -> tuple[_BlockBytes, _BlockBytes]:
+    """Of a dense block and of one with experts."""
     tokens, tensor, size, matrices = jobs.tokens, jobs.tensor, jobs.compute_bytes, 1 + jobs.gated
     # CPUs compute a root mean square in several steps, and keep the normalized input too.
     norm = 4.0 * jobs.dim * (1 + jobs.on_cpu * (1 - jobs.layer_norm)) + (4 + 4 * jobs.layer_norm)
-    attention, products = _attention(jobs)
-    before = 2 * norm * residual_tokens(jobs) + attention
-    ffn = _read(jobs, matrices) + size * (2 + 2 * jobs.gated) * jobs.ffn / tensor * tokens
-    dense = before + ffn, products + size * tokens * (matrices * jobs.ffn / tensor + jobs.dim)
+    attention = _attention(jobs)
+    before = 2 * norm * residual_tokens(jobs) + attention.kept
+    inner = size * jobs.ffn / tensor * tokens
+    ffn = _read(jobs, matrices) + (2 + 2 * jobs.gated) * inner
+    # The last product of a block is only added to the residual stream: selective recomputation does not store it.
+    stored = attention.stored + matrices * inner
+    dense = _BlockBytes(before + ffn, stored, attention.products + matrices * inner + size * jobs.dim * tokens)
+    if np.any(jobs.compiled > 0):
+        dense = _compiled(jobs, dense, attention, inner)
     if not np.any(jobs.sparse_layers > 0):
         return dense, dense
-    experts, expert_products = _experts(jobs)
-    return dense, (before + experts, products + expert_products)
+    experts = _experts(jobs)
+    if np.any(jobs.compiled > 0):  # of a block with experts, only attention is compiled, from its normalized input on
+        inside = size * jobs.dim * tokens + attention.stored - _total(jobs)
+        before = np.where(jobs.compiled > 0, 2 * norm * residual_tokens(jobs) + inside, before)
+    sparse = (before + experts.kept, attention.stored + experts.stored, attention.products + experts.products)
+    return dense, _BlockBytes(*sparse)
 
 
-def _attention(jobs: JobTable) -> tuple[Column, Column]:
-    """Bytes that attention keeps, and the part of them that is results of matrix products."""
+def _compiled(jobs: JobTable, eager: _BlockBytes, attention: _BlockBytes, inner: Column) -> _BlockBytes:
+    """A dense block as torch.compile compiles it: it stores what selective recomputation stores, and gathered inputs."""
+    inputs = np.where(jobs.tensor > 1, 2.0 * jobs.compute_bytes * jobs.dim * jobs.tokens, 0.0)
+    stored = attention.stored + (1 + jobs.gated) * inner + inputs
+    kept, compiled = residual_stream(jobs) + stored, jobs.compiled > 0
+    return _BlockBytes(np.where(compiled, kept, eager.kept), np.where(compiled, stored, eager.stored), eager.products)
+
+
+def _total(jobs: JobTable) -> Column:
+    """Bytes of what a block adds to the residual stream: a sum over tensor ranks, or one product."""
+    return 1.0 * jobs.compute_bytes * jobs.dim * residual_tokens(jobs)
+
+
+def _attention(jobs: JobTable) -> _BlockBytes:
+    """Of attention, without its norm."""
     tokens, tensor, size, low, latent = jobs.tokens, jobs.tensor, jobs.compute_bytes, jobs.compute_bytes < 4, jobs.latent
     score, value = jobs.score_width / tensor, jobs.value_width / tensor
     out = value * np.where(jobs.context > 1, 2, 1)  # parts that are put together lie in another order
@@ -103,13 +137,14 @@ def _attention(jobs: JobTable) -> tuple[Column, Column]:
         expanded = (jobs.kv_width - jobs.heads * jobs.rotated) / tensor
         inner = size * (2 * score + expanded + out) + heads + table
         kept = _read(jobs, 2) + tokens * (inner + latent * np.where(low, 6, 8))
-        products = size * tokens * (score + expanded + value + jobs.dim + latent + jobs.rotated)
-        return kept, products + tokens * (heads + scores)
-    given = jobs.kv_width / kv_division(jobs)
-    turned = np.where(low, 4, 0) * jobs.rotated * (1 - jobs.qk_norm)
-    normed = 4.0 * jobs.qk_norm * (score + given / 2) * (1 + jobs.on_cpu)
-    kept = _read(jobs, 3) + tokens * (size * (score + given + out) + heads + table + turned + normed)
-    return kept, tokens * (size * (score + given + value + jobs.dim) + heads + scores)
+        stored = tokens * (size * (score + expanded + value + latent + jobs.rotated) + heads + scores)
+    else:
+        given = jobs.kv_width / kv_division(jobs)
+        turned = np.where(low, 4, 0) * jobs.rotated * (1 - jobs.qk_norm)
+        normed = 4.0 * jobs.qk_norm * (score + given / 2) * (1 + jobs.on_cpu)
+        kept = _read(jobs, 3) + tokens * (size * (score + given + out) + heads + table + turned + normed)
+        stored = tokens * (size * (score + given + value) + heads + scores)
+    return _BlockBytes(kept, stored + _total(jobs), stored + size * tokens * jobs.dim)
 
 
 def _table(jobs: JobTable) -> Column:
@@ -122,9 +157,8 @@ def _table(jobs: JobTable) -> Column:
     return np.where(jobs.context > 1, 0.0, kept)
 
 
-def _experts(jobs: JobTable) -> tuple[Column, Column]:
-    """Bytes of router, shared and routed experts, and the part that is results of matrix products. Each tensor rank routes
-    a slice of the sequence."""
+def _experts(jobs: JobTable) -> _BlockBytes:
+    """Of router, shared and routed experts. Each tensor rank routes a slice of the sequence."""
     tokens, tensor, size, shared_ffn = jobs.tokens, jobs.tensor, jobs.compute_bytes, jobs.shared_ffn
     mine = tokens / tensor
     rows = mine * jobs.active
@@ -134,9 +168,11 @@ def _experts(jobs: JobTable) -> tuple[Column, Column]:
     there = rows * size * jobs.dim * jobs.expert_tensor
     back = rows * size * jobs.dim
     shared = np.where(shared_ffn > 0, _read(jobs, 2), 0) + size * 4 * shared_ffn / tensor * tokens
-    shared_products = np.where(shared_ffn > 0, size * tokens * (2 * shared_ffn / tensor + jobs.dim), 0)
-    products = rows * size * (2 * jobs.expert_ffn + jobs.dim * jobs.expert_tensor) + mine * 4 * jobs.experts
-    return router + indices + inner + there + back + shared, products + shared_products
+    # The last product of shared experts is the last of the block.
+    stored = rows * size * (2 * jobs.expert_ffn + jobs.dim * jobs.expert_tensor) + mine * 4 * jobs.experts
+    stored = stored + size * tokens * 2 * shared_ffn / tensor
+    products = stored + np.where(shared_ffn > 0, size * tokens * jobs.dim, 0)
+    return _BlockBytes(router + indices + inner + there + back + shared, stored, products)
 
 
 def _backward_bytes(jobs: JobTable) -> Column:

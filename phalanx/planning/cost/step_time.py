@@ -47,7 +47,9 @@ def _judge(jobs: JobTable, rates: Rates) -> Times:
     extra = np.where(jobs.pipeline > 1, uneven, of_head)
 
     one_hop = _hop(jobs, rates)
-    waited, hops = bubble(jobs, count, forward, backward - weight, weight)
+    # Selectively recomputed and compiled blocks compute both halves of a backward at once.
+    deferred = np.where((jobs.recompute == RECOMPUTE.index("selective")) | (jobs.compiled > 0), rates.splits, 1.0) * weight
+    waited, hops = bubble(jobs, count, forward, backward - deferred, deferred)
     repeated = _repeated(jobs, rates)
     parts = {
         "compute": count * (layers * (block.whole + recomputed - repeated * communicating) + extra + added),
@@ -66,7 +68,7 @@ def _judge(jobs: JobTable, rates: Rates) -> Times:
     # On CPUs the constants were measured on whole steps, so every part is equally certain.
     squares = sum((doubt / _COMPUTE * parts[name]) ** 2 for name, doubt in _PARTS.items())
     far = 1.0 if np.all(jobs.on_cpu) else rates.doubt * np.sqrt(1 + squares / (step * step))
-    pieces = {"forward": forward, "input": backward - weight, "weight": weight, "head": extra, "hop": one_hop}
+    pieces = {"forward": forward, "input": backward - deferred, "weight": deferred, "head": extra, "hop": one_hop}
     pieces = {name: value * rates.software for name, value in pieces.items()}
     return Times(
         parts=parts,

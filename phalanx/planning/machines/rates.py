@@ -85,6 +85,8 @@ class Rates:
     paired: Column = 0.0
     """Fraction of the remaining expert communication that a schedule hides that runs one micro-batch's forward next to
     another's backward. 0 in Phalanx, whose executor runs one after the other."""
+    splits: Column = 0.0
+    """Fraction of a weight backward that schedules can defer in selectively recomputed and compiled blocks. 0 in Phalanx."""
     data_hidden: Column = 0.65
     """Fraction of the computing that can hide gradients and gathered parameters."""
     contention: Column = 0.2

@@ -268,8 +268,8 @@ _FORMATS: tuple[Literal["bf16", "fp8"], ...] = ("bf16", "fp8")
 
 def other_formats(run: Run, hardware: Hardware, best: Candidate) -> tuple[Alternative, ...]:
     """On GPUs, for runs in bf16 or fp8: the same layout and micro-batch in other number formats and with compiled blocks,
-    fastest first. A search keeps the run file's own, as both change the arithmetic."""
-    mine = compute_of(run, hardware), run.memory.compile
+    fastest first. A search keeps the run file's own, or the defaults, as both change the arithmetic."""
+    mine = compute_of(run, hardware), best.compiled
     if hardware.device != "cuda" or mine[0] not in _FORMATS or run.model.module is not None:
         return ()
     judged: list[Candidate] = []
@@ -308,7 +308,7 @@ def _format_reason(candidate: Candidate, best: Candidate) -> str:
     if longer < 0 and candidate.compute != best.compute:
         phrase += ", but in coarser numbers" if candidate.compute == "fp8" else ", and in finer numbers"
     elif longer < 0:
-        phrase += ", but a search compiles nothing by itself" if candidate.compiled else ""
+        phrase += ", but not the default with tensor parallelism" if candidate.compiled and best.layout.tensor > 1 else ""
     elif candidate.compute == "fp8" and not candidate.compiled:
         phrase += ", because rounding to fp8 takes separate passes"
     return f"{phrase}; step {longer:+.0%}{saved}"

@@ -65,6 +65,8 @@ class Candidate:
 
     compiled: bool = False
     """Whether blocks are compiled."""
+    loss_chunk: int = 0
+    """Tokens whose logits exist at the same time; 0: all of a micro-batch."""
 
     @property
     def name(self) -> str:
@@ -100,8 +102,10 @@ class Candidate:
         return ranges
 
     def with_savings(self, memory: Memory) -> Memory:
-        """The run file's [memory] with this candidate's recomputation and offload."""
-        return replace(memory, recompute=self.recompute, recompute_every=self.recompute_every, offload=self.offload)
+        """The run file's [memory] with what this candidate has chosen."""
+        chunk = self.loss_chunk if memory.loss_chunk is None and self.loss_chunk else memory.loss_chunk
+        savings = replace(memory, recompute=self.recompute, recompute_every=self.recompute_every, offload=self.offload)
+        return replace(savings, compile=self.compiled, loss_chunk=chunk)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -201,7 +205,8 @@ def _candidate(space: Space, jobs: JobTable, memory: Footprint, times: Times, ro
         save_every=maintenance.save_every,
         price=price,
         energy=energy,
-        compiled=run.memory.compile,
+        compiled=bool(at(jobs.compiled, row)),
+        loss_chunk=int(at(jobs.loss_chunk, row)),
     )
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from phalanx.planning.cost.job_table import METHODS, OFFLOAD, RECOMPUTE, SCHEDULES, JobTable, machine_columns, model_columns
+from phalanx.planning.cost.schedule_cost import SPLITS_BACKWARD
 from phalanx.planning.machines.cluster import Hardware
 from phalanx.spec.check_layout import leaves_empty_part
 from phalanx.spec.errors import divisors as divisors_of
@@ -37,6 +38,8 @@ DEGREES = ("pipeline", "data", "shard", "context", "tensor", "zero", "expert", "
 """Columns that are keys of [layout] of the same name."""
 _DIVIDED = {"pipeline", "data", "shard", "context", "tensor", "expert", "expert_tensor", "micro_batch"}
 """Columns that the equations divide by many times. As floats from the beginning, that takes half the time."""
+_LOGITS, _MIN_CHUNK = 2.0 * 2**30, 1024
+"""Bytes of logits of one chunk of the loss, by default, and the fewest tokens in it. Larger products are not faster."""
 _FEW = 64
 """Most devices for which recomputing only some of the blocks is tried. With more, stages have too few blocks for it to be
 even, and there are too many layouts: it would take most of a search's time."""
@@ -110,10 +113,9 @@ class Space:
             "ranks": self.gpus,
             "activations_on_host": int(memory.activations == "cpu"),
             "loss_chunk": memory.loss_chunk or 0,
+            "compiled": int(memory.compile or False),
             "residual_bytes": 2 if self.hardware.device == "cuda" and self.compute in ("bf16", "fp8") else 4,
             "compute_bytes": 4 if self.compute == "fp32" else 2,
-            "fp8": int(self.compute == "fp8") * (3 if memory.compile else 2),
-            "compiled": int(memory.compile),
             # Only memory depends on these.
             "latent": model.mla.kv_rank + (model.mla.q_rank or 0) if model.mla else 0,
             "rotated": model.rotated if model.positions == "rope" else 0,
@@ -128,9 +130,25 @@ class Space:
         mine = {name: column for name, column in columns.items() if name != "replicas"} | more
         if "level" in mine:
             mine |= self.of_level(mine.pop("level"))
+        known |= self._defaults(mine.get("tensor", 1), mine.get("schedule", 0))
+        known["fp8"] = int(self.compute == "fp8") * (2 + known["compiled"])
         for name in _DIVIDED & mine.keys():
             mine[name] = np.asarray(mine[name], np.float64)
         return JobTable(**(known | mine))
+
+    def _defaults(self, tensor: Any, schedule: Any) -> dict[str, Any]:
+        """Compilation and the loss chunk on GPUs, where the run leaves them open. Compiled blocks keep the gathered inputs of tensor parallelism,
+        and cannot split their backward. A custom module computes its own logits."""
+        run, memory = self.run, self.run.memory
+        if self.hardware.device != "cuda" or run.model.module is not None:
+            return {}
+        open_: dict[str, Any] = {}
+        if memory.compile is None:
+            open_["compiled"] = np.where((np.asarray(tensor) == 1) & ~SPLITS_BACKWARD[np.asarray(schedule, np.int64)], 1, 0)
+        if memory.loss_chunk is None:
+            rows = _LOGITS / (2.0 * run.model.rows / np.asarray(tensor, np.float64))
+            open_["loss_chunk"] = np.maximum(2 ** np.floor(np.log2(rows)), _MIN_CHUNK)
+        return open_
 
     @property
     def levels(self) -> list[tuple[int, int]]:
@@ -138,7 +156,7 @@ class Space:
         memory = self.run.memory
         if memory.recompute != _MEMORY.recompute:
             return [(RECOMPUTE.index(memory.recompute), memory.recompute_every)]
-        whole, every = memory.compile or memory.activations == "cpu", memory.recompute_every
+        whole, every = memory.activations == "cpu", memory.recompute_every
         modes = [level for level in _LEVELS if not (whole and level[0] == SELECTIVE)]
         if every > 1:
             return [(mode, every) for mode, often in modes if mode != _NONE and often == 1]

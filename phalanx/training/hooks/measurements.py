@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
+from phalanx import accelerator
 from phalanx.events.heartbeat import Heartbeat, Phase
 from phalanx.events.records import Event, Step, StepAccounted, StepSkipped, StepTimed
 from phalanx.observe.comm_timer import COMM_TIMER, Clock, replaced, span
@@ -73,12 +74,16 @@ class _Measurement(StepHook):
 
 
 class StepAccounting(_Measurement):
-    """Counts bytes sent, memory and FLOPs of one step of a launch."""
+    """Counts bytes sent, memory and FLOPs of one step of a launch.
+
+    Tracing every operation would break the graphs of compiled blocks: of a run with such blocks it reports memory alone, from the allocator of
+    the device, and nothing on CPUs, which have none.
+    """
 
     def __init__(self, run: Run, state: TrainState):
         super().__init__()
-        self._state = state
-        self._is_pending = not run.memory.compile  # tracing every operation would break the graphs of compiled blocks
+        self._state, self._compiles = state, bool(run.memory.compile)
+        self._is_pending = not self._compiles or accelerator.of(state.sharded.mesh.device).asynchronous
 
     @contextmanager
     def around_compute(self, step: int) -> Iterator[None]:
@@ -88,24 +93,29 @@ class StepAccounting(_Measurement):
         self._is_pending = False  # a retry of the step is not counted
         model = self._state.sharded
         tensors = (state.tensor for state in self._state.tensors().values() if isinstance(state.tensor, Tensor))
-        with (
-            TrafficCounter() as traffic,
-            MemoryCounter(tensors, model.mesh.device) as live,
-            count_flops(model.parts) as counter,
-        ):
-            yield
+        sent: dict[str, dict[str, int]] = {}
+        flops: dict[str, int] = {}
+        with ExitStack() as stack:
+            live = stack.enter_context(MemoryCounter(tensors, model.mesh.device))
+            if self._compiles:
+                yield
+            else:
+                traffic = stack.enter_context(TrafficCounter())
+                counter = stack.enter_context(count_flops(model.parts))
+                yield
+                sent, flops = traffic.sent, {"all": counter.flops, "repeated": counter.repeated}
         placement = self._state.placement()
         self._record = StepAccounted(
             step=step,
             rank=placement.rank,
-            sent=traffic.sent,
+            sent=sent,
             memory={
                 "parameters": placement.parameters,
                 "gradients": placement.gradients,
                 "optimizer": placement.optimizer,
                 "activations": live.peak,
             },
-            flops={"all": counter.flops, "repeated": counter.repeated},
+            flops=flops,
         )
 
 
