@@ -4,6 +4,7 @@ attribute of each attention module: local by default. Context parallelism replac
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -61,9 +62,10 @@ def attend_locally(q_BHSE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, scope: Scope,
     )
 
 
-def prepare(scope: Scope, attend: Attend, x_BSD: Tensor) -> None:
+def prepare(scope: Scope, attention: nn.Module, x_BSD: Tensor) -> None:
     """Create the mask if blocks will read it. Done before the blocks, so that the first one does not differ from the others: torch.compile would
     compile it separately, and once more for its recomputation."""
+    attend: Any = attention.attend
     if getattr(attend, "inner", attend) is attend_locally and (scope.spans is None or _compute_dtype(x_BSD) not in _SPANS_IN):
         _ = scope.mask
 

@@ -158,7 +158,7 @@ class Decoder(nn.Module):
             x_BSD = x_BSD + self.position_embed(positions_BS)
         scope = Scope(documents_BS, spans)
         for block in list(self.blocks.values())[:1]:
-            prepare(scope, block.attention.attend, x_BSD)
+            prepare(scope, block.get_submodule("attention"), x_BSD)
         for index, block in enumerate(self.blocks.values()):
             x_BSD = block(x_BSD, scope, rotation, None if kv_cache is None else kv_cache[index])
         return self._finish(x_BSD, tokens_BS, scope, rotation) if self.is_last_stage else x_BSD

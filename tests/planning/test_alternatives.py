@@ -30,7 +30,7 @@ def reasons(run: Run, memory: float) -> tuple[float, list[Alternative]]:
 
 def test_alternatives_order_is_faster_slower_too_large_illegal() -> None:
     memory = 8 * 2.0**30
-    run = run_of(WIDE, 32, 2048, layout=LAYOUT, memory=Memory(recompute="full"))
+    run = run_of(WIDE, 32, 2048, layout=LAYOUT, memory=Memory(recompute="full", compile=False, loss_chunk=0))
     seconds, found = reasons(run, memory)
 
     def kind(one: Alternative) -> str:
@@ -57,7 +57,9 @@ def test_a_quicker_neighbour_says_which_key_of_the_run_file_rules_it_out() -> No
 
 
 def test_reasons_give_sizes_in_fitting_units() -> None:
-    _, found = reasons(run_of(WIDE, 32, 2048, layout=LAYOUT, memory=Memory(recompute="full")), 8 * 2.0**30)
+    _, found = reasons(
+        run_of(WIDE, 32, 2048, layout=LAYOUT, memory=Memory(recompute="full", compile=False, loss_chunk=0)), 8 * 2.0**30
+    )
     said = {one.name: one.reason for one in found}
     assert re.fullmatch(r"needs \d+\.\d GiB of 8\.0", said["no TP"])
     assert re.fullmatch(r"as quick \(-0\.\d%\) and takes \d\.\d GiB instead of \d\.\d", said["ZeRO-1"])

@@ -80,7 +80,7 @@ def test_run_file_tables_give_the_candidate_again(layout: Layout) -> None:
 def test_run_file_tables_give_recompute_every() -> None:
     assert "recompute_every" not in run_file_tables(plans.option(recompute="full"))
     tables = tomllib.loads(run_file_tables(plans.option(recompute="full", recompute_every=2)))
-    assert tables["memory"] == {"recompute": "full", "recompute_every": 2, "offload": "none"}
+    assert tables["memory"] == {"recompute": "full", "recompute_every": 2, "offload": "none", "compile": False}
     assert candidate_json(plans.option(recompute="full", recompute_every=2))["recompute_every"] == 2
 
 

@@ -143,11 +143,12 @@ class Space:
         if self.hardware.device != "cuda" or run.model.module is not None:
             return {}
         open_: dict[str, Any] = {}
+        degrees = np.asarray(tensor, np.int64)
         if memory.compile is None:
-            open_["compiled"] = np.where((np.asarray(tensor) == 1) & ~SPLITS_BACKWARD[np.asarray(schedule, np.int64)], 1, 0)
+            open_["compiled"] = ((degrees == 1) & ~SPLITS_BACKWARD[np.asarray(schedule, np.int64)]).astype(np.int64)
         if memory.loss_chunk is None:
-            rows = _LOGITS / (2.0 * run.model.rows / np.asarray(tensor, np.float64))
-            open_["loss_chunk"] = np.maximum(2 ** np.floor(np.log2(rows)), _MIN_CHUNK)
+            rows = _LOGITS / (2.0 * run.model.rows) * np.arange(1, degrees.max(initial=1) + 1)
+            open_["loss_chunk"] = np.maximum(2 ** np.floor(np.log2(rows)), _MIN_CHUNK)[degrees - 1]
         return open_
 
     @property
