@@ -16,7 +16,7 @@ import numpy as np
 from phalanx.planning.machines.rates import Rates
 from planner.steps import Table
 
-PAIRED = 0.75
+PAIRED = 0.9
 """`paired` of programs that overlap the two, as DeepSeek's does. No published row measures it; it is set by DeepSeek-V3's
 published hours."""
 
@@ -183,4 +183,5 @@ def special(rates: Rates, table: Table) -> Rates:
         split=1.0,
         paired=PAIRED,
         splits=1.0,
+        resent=0.0,
     )

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from phalanx.observe.comm_timer import timed_collective
+from phalanx.parallel import overlap
 from phalanx.transforms.recompute import summed
 
 # torch 2.13 renames these two and warns of the old names.
@@ -95,7 +96,8 @@ class Group:
         if self.handle is None:
             return rows
         out = rows.new_empty(sum(received), *rows.shape[1:])
-        timed_collective(dist.all_to_all_single, out, rows.contiguous(), list(received), list(sent), group=self.handle)
+        rows = rows.contiguous()  # stays until the message has left
+        overlap.exchange(dist.all_to_all_single, out, rows, list(received), list(sent), group=self, handle=self.handle)
         return out
 
     # Differentiable: see the table above.

@@ -95,7 +95,14 @@ class TrainState:
         """This rank's executor of the schedule; all ranks make theirs at the same time."""
         if self.schedule is None:
             return None
-        return Pipeline(self.sharded.parts, self.schedule, self.sharded.mesh, halves=run.memory.recompute != "selective")
+        mesh = self.sharded.mesh
+        return Pipeline(
+            self.sharded.parts,
+            self.schedule,
+            mesh,
+            halves=run.memory.recompute != "selective",
+            overlaps=mesh.size("expert") * mesh.size("expert_tensor") > 1,
+        )
 
 
 def build(run: Run, plan: Plan, mesh: Mesh, resources: Resources = REAL) -> TrainState:

@@ -12,6 +12,7 @@ from phalanx.planning.cost.job_table import SCHEDULES, JobTable, model_columns
 from phalanx.planning.cost.step_time import PARTS, block_time, bubble, head_time, step_times
 from phalanx.planning.machines.rates import Rates
 from phalanx.schedules.makers import make
+from phalanx.schedules.pairs import overlapped_pairs
 from phalanx.schedules.timing import Durations, simulate
 from phalanx.spec.model import PRESETS
 
@@ -154,12 +155,13 @@ def test_intervals_widen_with_uncertain_parts() -> None:
 
 
 def test_a_schedule_that_pairs_micro_batches_hides_what_experts_send() -> None:
-    deep = {"pipeline": 8, "ranks": 64, "data": 8, "expert": 8, "stages": 2}
+    deep = {"pipeline": 8, "ranks": 64, "data": 8, "expert": 8, "stages": 2, "batch": 8 * 32}
     shown = [
         float(step_times(work("mixtral-8x7b", schedule=SCHEDULES.index(name), **deep), Rates()).parts["expert"])
         for name in ("zbv", "dualpipev")
     ]
-    assert shown[1] == pytest.approx((1 - Rates().paired) * shown[0])
+    together = sum(map(len, overlapped_pairs(make("dualpipev", 8, 32)))) / (8 * 2 * 32)
+    assert shown[1] == pytest.approx((1 - Rates().paired * together) * shown[0])
 
 
 def test_stages_cut_by_cost_share_the_head() -> None:

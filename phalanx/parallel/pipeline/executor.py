@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import timeit
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
@@ -21,11 +21,13 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from phalanx import accelerator
 from phalanx.observe.comm_timer import timed_collective, wait
+from phalanx.parallel import overlap
 from phalanx.parallel.group import Group
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.pipeline.split_backward import backward_input, backward_weight
 from phalanx.schedules.actions import Action, Schedule
 from phalanx.schedules.makers import forward_only, resized
+from phalanx.schedules.pairs import overlapped_pairs
 from phalanx.spec.errors import RunFailed
 
 Boundary = Callable[[int], tuple[Sequence[int], torch.dtype]]
@@ -80,6 +82,12 @@ def rank_actions(schedule: Schedule, rank: int) -> tuple[RankAction, ...]:
     return tuple(result)
 
 
+def _in_pairs(actions: Sequence[RankAction], pairs: Collection[int]) -> list[tuple[RankAction, ...]]:
+    """`pairs`: positions of actions that run next to the following one."""
+    seconds = {place + 1 for place in pairs}
+    return [tuple(actions[place : place + 1 + (place in pairs)]) for place in range(len(actions)) if place not in seconds]
+
+
 def connections(schedule: Schedule) -> list[tuple[int, int]]:
     """All pairs (sender, receiver) that may communicate, in the same order on all ranks."""
     hops = [(schedule.rank_of(stage), schedule.rank_of(stage + 1)) for stage in range(schedule.stages - 1)]
@@ -110,20 +118,23 @@ class PipelineObserver:
 class Pipeline:
     """This rank's stages of a model."""
 
-    def __init__(self, parts: Sequence[nn.Module], schedule: Schedule, mesh: Mesh, *, halves: bool = True):
+    def __init__(
+        self, parts: Sequence[nn.Module], schedule: Schedule, mesh: Mesh, *, halves: bool = True, overlaps: bool = False
+    ):
         """`parts`: in the order of `schedule.stages_of`. All ranks of the pipeline create theirs at the same time.
 
         `halves`: False where a graph can be traversed only once, as with selective recomputation. Then the input half of a backward
-        computes all of it.
+        computes all of it. `overlaps`: run forwards and backwards side by side where the schedule is made for it.
         """
-        self.schedule, self._rank, self._halves = schedule, mesh.coordinate("pipeline"), halves
+        self.schedule, self._rank, self._halves, self._overlaps = schedule, mesh.coordinate("pipeline"), halves, overlaps
+        self._device = mesh.device
         assert len(parts) == len(schedule.stages_of(self._rank))
         self.observer = PipelineObserver()
         # FSDP2's modules, recognized by a method: importing their class takes seconds.
         modules = [module for part in parts for module in part.modules()]
         self._fsdp_modules: list[Any] = [module for module in modules if hasattr(module, "set_requires_gradient_sync")]
-        self._actions: dict[int, tuple[RankAction, ...]] = {}
-        """By number of micro-batches."""
+        self._actions: dict[tuple[int, bool], list[tuple[RankAction, ...]]] = {}
+        """By number of micro-batches, and whether passes run side by side: single actions and pairs."""
         self._forwards = rank_actions(forward_only(schedule), self._rank)
         self._saved: dict[tuple[int, int], tuple[Tensor | None, GradientEdge | None, Tensor | None]] = {}
         """By stage and micro-batch: input, output and, of a loss, the gradient one. The output itself is not kept."""
@@ -136,16 +147,24 @@ class Pipeline:
         """Forward and backward of `count` micro-batches. `after_weight`: called with the stage's index each time that gradients have
         been added to all its weights."""
         self._begin()
-        if count not in self._actions:
-            self._actions[count] = rank_actions(resized(self.schedule, count), self._rank)
-        for action in self._actions[count]:
-            received = self._receive(action, boundary)
-            result = self.observer.action(action, lambda: self._execute(action, received, forward, loss))  # noqa: B023
-            if action.produces is not None:
-                assert result is not None
-                self._pass_on(action, result, boundary)
-            if action.kind in "BW":
-                after_weight(action.part)
+        side_by_side = self._overlaps and overlap.possible()
+        if (count, side_by_side) not in self._actions:
+            schedule = resized(self.schedule, count)
+            pairs = overlapped_pairs(schedule)[self._rank] if side_by_side else frozenset()
+            self._actions[count, side_by_side] = _in_pairs(rank_actions(schedule, self._rank), pairs)
+        for actions in self._actions[count, side_by_side]:
+            inputs = [self._receive(action, boundary) for action in actions]
+            passes = [
+                partial(self.observer.action, action, partial(self._execute, action, given, forward, loss))
+                for action, given in zip(actions, inputs, strict=True)
+            ]
+            results = overlap.run_side_by_side(self._device, *passes) if len(passes) == 2 else (passes[0](),)
+            for action, result in zip(actions, results, strict=True):
+                if action.produces is not None:
+                    assert result is not None
+                    self._pass_on(action, result, boundary)
+                if action.kind in "BW":
+                    after_weight(action.part)
         self.observer.end()
         self._p2p.finish()
 

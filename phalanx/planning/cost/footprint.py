@@ -20,7 +20,7 @@ from phalanx.planning.cost.activation_memory import (
     recomputed_fraction,
     residual_stream,
 )
-from phalanx.planning.cost.job_table import JobTable, in_chunks
+from phalanx.planning.cost.job_table import RECOMPUTE, JobTable, in_chunks
 from phalanx.planning.cost.schedule_cost import CODE, FORWARDS_FIRST, SPLITS_BACKWARD, V_SHAPED, deferred, in_flight
 from phalanx.planning.machines.rates import Column
 
@@ -128,14 +128,14 @@ def _on_device(jobs: JobTable, share: PipelineShare, block: BlockActivations, un
 
 def _with_deferred(jobs: JobTable, share: PipelineShare, block: BlockActivations, unit: Column, in_flight: Column) -> Column:
     """Activations of forwards in flight together with those of deferred weight backwards, which also hold gradients, and
-    what a repeated forward recomputes for them. With selective recomputation nothing is deferred. In a V-shaped schedule
+    what a repeated forward recomputes for them. Selectively recomputed and compiled blocks defer nothing. In a V-shaped schedule
     they pile up at the end of the step, when little else is left."""
     if not np.any(share.deferred > 0):
         return in_flight
     gradients = block.deferred * share.blocks / jobs.stages
     logits = share.has_head * jobs.compute_bytes * jobs.vocab / jobs.tensor * jobs.tokens
     looped = jobs.schedule == CODE["interleaved-zero-bubble"]
-    count = np.where(jobs.recompute == 1, 0, share.deferred - looped)
+    count = np.where((jobs.recompute == RECOMPUTE.index("selective")) | (jobs.compiled > 0), 0, share.deferred - looped)
     looping = in_flight + count * gradients + np.minimum(count, 1) * logits
     return np.where(looped, looping, np.maximum(in_flight, count * (unit + gradients)))
 

@@ -66,6 +66,12 @@ def deferred(jobs: JobTable, rank: Column) -> Column:
     return np.where(ranks == 1, 0, most)
 
 
+def overlapped_fraction(jobs: JobTable) -> Column:
+    """Fraction of the forwards that run next to a backward (`schedules/pairs`): all but those that fill and drain the pipeline."""
+    ends = np.minimum((2.5 * jobs.pipeline - 0.5) / (2 * np.maximum(jobs.accumulation, 1)), 1.0)
+    return np.where((jobs.schedule == CODE["dualpipev"]) & (jobs.pipeline > 1), 1 - ends, 0.0)
+
+
 def bubble(jobs: JobTable, count: Column, forward: Column, back: Column, weight: Column) -> tuple[Column, Column]:
     """Seconds in which a rank waits for its pipeline, and messages on the longest path. Equal to a simulation of equal stages."""
     ranks, kind = jobs.pipeline, jobs.schedule

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from phalanx.planning.cost.job_table import METHODS, RECOMPUTE, JobTable, in_chunks
-from phalanx.planning.cost.schedule_cost import CODE, bubble
+from phalanx.planning.cost.schedule_cost import bubble, overlapped_fraction
 from phalanx.planning.machines.rates import Column, Rates
 
 CHUNK = 1 << 15
@@ -131,10 +131,12 @@ def _exposed(jobs: JobTable, rates: Rates, block: BlockTime) -> tuple[dict[str, 
     if np.any(jobs.context > 1):
         context, back = _contexts(jobs, rates, block)
     if np.any(jobs.sparse_layers > 0):
-        paired = np.where(jobs.schedule == CODE["dualpipev"], rates.paired, 0.0)
-        expert = _expert_exchange(jobs, rates) * sparse_fraction(jobs) * ((1 - rates.expert_hidden) * (1 - paired))
+        hidden = rates.paired * overlapped_fraction(jobs)
+        expert = _expert_exchange(jobs, rates) * sparse_fraction(jobs) * ((1 - rates.expert_hidden) * (1 - hidden))
+    # Selective recomputation sends tokens to their experts once more.
+    again = (jobs.recompute == RECOMPUTE.index("selective")) / jobs.recompute_every
     forward = {"tensor": tensor, "context": context, "expert": expert}
-    return forward, {"tensor": tensor_back, "context": back, "expert": expert}
+    return forward, {"tensor": tensor_back, "context": back, "expert": expert * (1 + again * rates.resent)}
 
 
 def _contexts(jobs: JobTable, rates: Rates, block: BlockTime) -> tuple[Column, Column]:

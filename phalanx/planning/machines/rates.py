@@ -82,9 +82,11 @@ class Rates:
     """Fraction of the communication that computing hides, by dimension."""
     context_hidden: Column = 0.7
     expert_hidden: Column = 0.2
-    paired: Column = 0.0
-    """Fraction of the remaining expert communication that a schedule hides that runs one micro-batch's forward next to
-    another's backward. 0 in Phalanx, whose executor runs one after the other."""
+    paired: Column = 0.9
+    """Fraction of the remaining expert communication that is hidden where one micro-batch's forward runs next to another's backward: all but
+    what the longer of the two sends last."""
+    resent: Column = 1.0
+    """How often selective recomputation repeats the expert communication of a forward."""
     splits: Column = 0.0
     """Fraction of a weight backward that schedules can defer in selectively recomputed and compiled blocks. 0 in Phalanx."""
     data_hidden: Column = 0.65
