@@ -143,6 +143,8 @@ class _AttachLoss(torch.autograd.Function):
 class Experts(nn.Module):
     """All routed experts of a block, stacked; each is a SwiGLU."""
 
+    takes_scales = True
+
     def __init__(self, dim: int, moe: Moe):
         super().__init__()
         self.gate = nn.Parameter(torch.empty(moe.experts, moe.ffn, dim))
@@ -155,18 +157,19 @@ class Experts(nn.Module):
     def count(self) -> int:
         return len(self.gate)
 
-    def forward(self, x_RD: Tensor, counts_E: Tensor) -> Tensor:
-        """Rows are sorted by expert: the first counts[0] rows belong to the first expert, and so on."""
+    def forward(self, x_RD: Tensor, counts_E: Tensor, scales_R: Tensor | None = None) -> Tensor:
+        """Rows are sorted by expert: the first counts[0] rows belong to the first expert, and so on. Each result is multiplied by its scale:
+        before the last product, so that nothing keeps the result for the scale's gradient."""
         dtype = compute_dtype(x_RD)
         x_RD, weights = x_RD.to(dtype), [weight.to(dtype) for weight in (self.gate, self.up, self.down)]
         if not _groupable(x_RD, self.gate.shape[1]):
-            return loop_experts(x_RD, self.read_counts(counts_E, len(x_RD)), *weights)
+            return loop_experts(x_RD, self.read_counts(counts_E, len(x_RD)), weights[0], weights[1], weights[2], scales_R)
         if x_RD.device.type == "cuda":
             weights = [_ZeroUnusedGradients.apply(weight, counts_E) for weight in weights]
         gate_EDF, up_EDF, down_EFD = (weight.transpose(1, 2) for weight in weights)
         ends_E = counts_E.cumsum(0).to(torch.int32)
         inner_RF = F.silu(F.grouped_mm(x_RD, gate_EDF, offs=ends_E)) * F.grouped_mm(x_RD, up_EDF, offs=ends_E)
-        return F.grouped_mm(inner_RF, down_EFD, offs=ends_E)
+        return F.grouped_mm(_scaled(inner_RF, scales_R), down_EFD, offs=ends_E)
 
 
 class _ZeroUnusedGradients(torch.autograd.Function):
@@ -182,12 +185,19 @@ class _ZeroUnusedGradients(torch.autograd.Function):
         return gradients[0].masked_fill((ctx.saved_tensors[0] == 0)[:, None, None], 0), None
 
 
-def loop_experts(x_RD: Tensor, counts: Sequence[int], gate_EFD: Tensor, up_EFD: Tensor, down_EDF: Tensor) -> Tensor:
+def _scaled(inner_RF: Tensor, scales_R: Tensor | None) -> Tensor:
+    return inner_RF if scales_R is None else (inner_RF * scales_R[:, None]).to(inner_RF.dtype)
+
+
+def loop_experts(
+    x_RD: Tensor, counts: Sequence[int], gate_EFD: Tensor, up_EFD: Tensor, down_EDF: Tensor, scales_R: Tensor | None = None
+) -> Tensor:
     """One expert after the other: the reference for the grouped matrix product, and its replacement where it is unavailable."""
     parts = x_RD.split(list(counts))
+    scales = [None] * len(parts) if scales_R is None else scales_R.split(list(counts))
     outs = [
-        F.linear(F.silu(F.linear(part, gate)) * F.linear(part, up), down)
-        for part, gate, up, down in zip(parts, gate_EFD, up_EFD, down_EDF, strict=True)
+        F.linear(_scaled(F.silu(F.linear(part, gate)) * F.linear(part, up), scale), down)
+        for part, scale, gate, up, down in zip(parts, scales, gate_EFD, up_EFD, down_EDF, strict=True)
     ]
     return torch.cat(outs)
 
@@ -207,11 +217,12 @@ def compute_dtype(x: Tensor) -> torch.dtype:
 
 
 class ExpertsLike(Protocol):
-    """Experts as a dispatch sees them, on this device or elsewhere."""
+    """Experts as a dispatch sees them, on this device or elsewhere: called with rows and the number of rows of each expert. Those with an
+    attribute `takes_scales` that is true also take a scale for each result."""
 
     @property
     def count(self) -> int: ...
-    def __call__(self, x_RD: Tensor, counts_E: Tensor, /) -> Tensor: ...
+    def __call__(self, x_RD: Tensor, counts_E: Tensor, /, *scales_R: Tensor) -> Tensor: ...
 
 
 def dispatch_locally(x_TD: Tensor, chosen_TK: Tensor, weights_TK: Tensor, experts: ExpertsLike, /) -> Tensor:
@@ -220,8 +231,12 @@ def dispatch_locally(x_TD: Tensor, chosen_TK: Tensor, weights_TK: Tensor, expert
     order_R = chosen_TK.flatten().argsort(stable=True)
     back_R = torch.empty_like(order_R).scatter_(0, order_R, torch.arange(len(order_R), device=order_R.device))
     counts_E = _count(chosen_TK.view(1, -1), experts.count)[0]
-    y_RD = experts(_PermuteRows.apply(x_TD, order_R, back_R, active), counts_E)
-    y_TKD = _PermuteRows.apply(y_RD, back_R, order_R, 1).unflatten(0, (-1, active))
+    x_RD = _PermuteRows.apply(x_TD, order_R, back_R, active)
+    if getattr(experts, "takes_scales", False):
+        scales_R = _PermuteRows.apply(weights_TK.flatten(), order_R, back_R, 1)
+        y_RD = experts(x_RD, counts_E, scales_R)
+        return _PermuteRows.apply(y_RD, back_R, order_R, 1).unflatten(0, (-1, active)).sum(1)
+    y_TKD = _PermuteRows.apply(experts(x_RD, counts_E), back_R, order_R, 1).unflatten(0, (-1, active))
     return (y_TKD * weights_TK[:, :, None]).sum(1)
 
 
@@ -255,5 +270,7 @@ class MoE(nn.Module):
     def forward(self, x_BSD: Tensor) -> Tensor:
         chosen_TK, weights_TK = self.router(x_BSD)
         x_TD = x_BSD.flatten(0, 1).to(compute_dtype(x_BSD))
+        # Shared experts come first: a recomputed forward ends before the routed tokens travel back, as no gradient needs the results.
+        shared_BSD = None if self.shared is None else self.shared(x_BSD)
         y_BSD = self.dispatch(x_TD, chosen_TK, weights_TK, self.experts).view_as(x_BSD)
-        return y_BSD if self.shared is None else y_BSD + self.shared(x_BSD)
+        return y_BSD if shared_BSD is None else y_BSD + shared_BSD

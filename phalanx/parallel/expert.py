@@ -140,7 +140,7 @@ class Dispatch:
 
 @dataclass(frozen=True, slots=True)
 class DistributedExperts:
-    """All experts of a layer, some of them on this rank. Called like local experts: rows sorted by expert, and the number of each.
+    """All experts of a layer, some of them on this rank. Called like local experts: rows sorted by expert, the number of each, and more.
 
     It keeps no state between calls, so a forward may be repeated for its backward. All ranks call it together; one that receives no
     row takes part like the others, and its experts get a gradient of zero.
@@ -157,12 +157,20 @@ class DistributedExperts:
     """All of them; `within` varies fastest."""
     environment: Environment
 
-    def __call__(self, x_RD: Tensor, counts_E: Tensor) -> Tensor:
+    @property
+    def takes_scales(self) -> bool:
+        return getattr(self.own, "takes_scales", False)
+
+    def __call__(self, x_RD: Tensor, counts_E: Tensor, *more_R: Tensor) -> Tensor:
+        """`more_R`: what the experts take for each row besides it, such as scales."""
         routes = self._agree(counts_E, len(x_RD))
-        x_RD = self.across.exchange(x_RD, routes.sent, routes.received)
-        x_RD = _gather(x_RD, self.within, routes.sizes)
         order_R, inverse_R = routes.order()
-        y_RD = self.own(_Reorder.apply(x_RD, order_R, inverse_R), routes.counts_QPL.sum((0, 1)))
+
+        def there(rows: Tensor) -> Tensor:
+            rows = self.across.exchange(rows, routes.sent, routes.received)
+            return _Reorder.apply(_gather(rows, self.within, routes.sizes), order_R, inverse_R)
+
+        y_RD = self.own(there(x_RD), routes.counts_QPL.sum((0, 1)), *(there(more) for more in more_R))
         y_RD = _scatter(_Reorder.apply(y_RD, inverse_R, order_R), self.within, routes.sizes)
         return self.across.exchange(y_RD, routes.received, routes.sent)
 
@@ -218,7 +226,7 @@ def _gather(x_RD: Tensor, group: Group, sizes: list[int]) -> Tensor:
     """The rows of all ranks, which differ in number: an all-gather needs equal parts."""
     if group.size == 1:
         return x_RD
-    return group.exchange(x_RD.repeat(group.size, 1), [len(x_RD)] * group.size, sizes)
+    return group.exchange(torch.cat([x_RD] * group.size), [len(x_RD)] * group.size, sizes)
 
 
 def _scatter(y_RD: Tensor, group: Group, sizes: list[int]) -> Tensor:

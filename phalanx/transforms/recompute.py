@@ -33,8 +33,8 @@ STORED = frozenset([FORWARD.default]) | frozenset(
     )
 )  # fmt: skip
 """Operations whose results "selective" stores."""
-_PRODUCTS = frozenset(getattr(torch.ops.aten, name).default for name in ("mm", "addmm", "_scaled_mm"))
-"""Of those, the ones of a linear layer."""
+_PRODUCTS = frozenset(getattr(torch.ops.aten, name).default for name in ("mm", "addmm", "_scaled_mm", "_grouped_mm"))
+"""Of those, the ones of linear layers and experts."""
 
 
 def apply(

@@ -157,14 +157,19 @@ def test_dispatch_needs_only_something_that_is_called_like_experts() -> None:
     class Elsewhere:
         count = 8
 
-        def __call__(self, x_RD: Tensor, counts_E: Tensor, /) -> Tensor:
+        def __call__(self, x_RD: Tensor, counts_E: Tensor, /, *scales_R: Tensor) -> Tensor:
             asked.append(counts_E.tolist())
-            return layer.experts(x_RD, counts_E)
+            return layer.experts(x_RD, counts_E, *scales_R)
+
+    class Scaled(Elsewhere):
+        takes_scales = True
 
     chosen, weights = layer.router(x)
-    y = dispatch_locally(x[0], chosen, weights, Elsewhere())
-    assert torch.equal(y, dispatch_locally(x[0], chosen, weights, layer.experts))
-    assert asked == [torch.bincount(chosen.flatten(), minlength=8).tolist()]
+    y = dispatch_locally(x[0], chosen, weights, layer.experts)
+    assert torch.equal(dispatch_locally(x[0], chosen, weights, Scaled()), y)
+    # Experts without scales: results are multiplied after the last product instead of before it.
+    torch.testing.assert_close(dispatch_locally(x[0], chosen, weights, Elsewhere()), y, atol=1e-6, rtol=1e-5)
+    assert asked == [torch.bincount(chosen.flatten(), minlength=8).tolist()] * 2
 
 
 def test_groups_limit_the_choice() -> None:

@@ -22,7 +22,7 @@ def case(
 ) -> tuple[Run, Layout]:
     spec = replace(PRESETS[model] if isinstance(model, str) else model, layers=layers)
     train = Train(batch=batch, sequence_length=length, steps=10, micro_batch=micro_batch)
-    plain = {"recompute": "none", "offload": "none"} | memory
+    plain = {"recompute": "none", "offload": "none", "compile": False, "loss_chunk": 0} | memory
     run = Run(
         model=spec, train=train, precision=Precision(compute="bf16"), memory=Memory(**plain), data=Data(document_mask=False)  # type: ignore[arg-type]
     )  # fmt: skip
@@ -39,6 +39,7 @@ LONG = [
     case("llama3-8b", 4, 1, 4096, Layout(data=1), recompute="full"),
     case("llama3-8b", 4, 1, 4096, Layout(data=1), recompute="selective"),
     case("llama3-8b", 4, 1, 4096, Layout(data=1), loss_chunk=1024),
+    case("llama3-8b", 4, 1, 4096, Layout(data=1), compile=True, loss_chunk=1024),
     case("llama3-8b", 4, 2, 4096, Layout(data=1), micro_batch=2, offload="cpu"),
     case("llama3-8b", 4, 8, 4096, Layout(data=1, shard=8, zero=3)),
     case("llama3-8b", 4, 16, 4096, Layout(data=1, shard=8, zero=1)),

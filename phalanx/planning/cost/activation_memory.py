@@ -164,15 +164,14 @@ def _experts(jobs: JobTable) -> _BlockBytes:
     rows = mine * jobs.active
     router = mine * (4.0 * jobs.dim + 4 * jobs.experts + 20 * jobs.active)
     indices = rows * np.where(jobs.expert * jobs.expert_tensor > 1, 32, 16)
-    inner = rows * size * 4 * jobs.expert_ffn
+    inner = rows * size * 5 * jobs.expert_ffn
     there = rows * size * jobs.dim * jobs.expert_tensor
-    back = rows * size * jobs.dim
     shared = np.where(shared_ffn > 0, _read(jobs, 2), 0) + size * 4 * shared_ffn / tensor * tokens
-    # The last product of shared experts is the last of the block.
-    stored = rows * size * (2 * jobs.expert_ffn + jobs.dim * jobs.expert_tensor) + mine * 4 * jobs.experts
-    stored = stored + size * tokens * 2 * shared_ffn / tensor
-    products = stored + np.where(shared_ffn > 0, size * tokens * jobs.dim, 0)
-    return _BlockBytes(router + indices + inner + there + back + shared, stored, products)
+    # The last product of routed experts is the last of the block.
+    stored = rows * size * 2 * jobs.expert_ffn + mine * 4 * jobs.experts + size * tokens * 2 * shared_ffn / tensor
+    products = stored + rows * size * jobs.dim * jobs.expert_tensor + np.where(shared_ffn > 0, size * tokens * jobs.dim, 0)
+    stored = stored + np.where(shared_ffn > 0, _total(jobs), 0)
+    return _BlockBytes(router + indices + inner + there + shared, stored, products)
 
 
 def _backward_bytes(jobs: JobTable) -> Column:

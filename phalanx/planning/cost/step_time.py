@@ -346,7 +346,9 @@ def _rounded(jobs: JobTable, rates: Rates, mean_ffn: Column) -> Column:
     gated = 1 + jobs.gated
     each = (5 + gated) * jobs.dim + 2 * jobs.score_width + jobs.kv_width + (1 + gated) * mean_ffn
     weights = jobs.attention_weights + (1 + gated) * jobs.dim * mean_ffn
-    left = np.where(jobs.fp8 > 2, rates.fused_rounding, 1.0) * (jobs.fp8 > 1)
+    # Blocks with experts are not compiled where they are recomputed selectively.
+    compiled = (jobs.fp8 > 2) & ((jobs.recompute != RECOMPUTE.index("selective")) | (jobs.sparse_layers == 0))
+    left = np.where(compiled, rates.fused_rounding, 1.0) * (jobs.fp8 > 1)
     return left * (jobs.tokens * each + weights) / jobs.tensor * (rates.rounding / (jobs.bandwidth * rates.memory))
 
 

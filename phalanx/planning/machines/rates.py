@@ -85,8 +85,8 @@ class Rates:
     paired: Column = 0.9
     """Fraction of the remaining expert communication that is hidden where one micro-batch's forward runs next to another's backward: all but
     what the longer of the two sends last."""
-    resent: Column = 1.0
-    """How often selective recomputation repeats the expert communication of a forward."""
+    resent: Column = 0.5
+    """Part of a forward's expert communication that selective recomputation repeats: tokens are sent to their experts again."""
     splits: Column = 0.0
     """Fraction of a weight backward that schedules can defer in selectively recomputed and compiled blocks. 0 in Phalanx."""
     data_hidden: Column = 0.65
