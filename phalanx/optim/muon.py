@@ -1,6 +1,7 @@
 """Muon for the matrices of the blocks, which may be sharded over several ranks. AdamW updates the other parameters.
 
 The arithmetic is that of torch.optim.Muon: momentum element by element, then Newton–Schulz iterations, which need the whole matrix.
+They are in bf16, as torch's are, or in fp32 if `precision.newton_schulz` says so.
 Ranks that share matrices process as many at a time as there are ranks: each rank gathers one whole matrix, orthogonalizes it and
 sends the boxes back. So no rank holds more than one whole matrix, and the work is divided.
 """
@@ -12,7 +13,7 @@ from zlib import crc32
 
 import torch
 from torch import Tensor
-from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
+from torch.optim._muon import _adjust_lr
 
 from phalanx.optim.optimizer import OptimizerKind, OptimizerSetup, ParamOptimizer, State, StateBytes, Update, is_updated
 from phalanx.parallel.group import Group
@@ -27,7 +28,7 @@ class Muon(ParamOptimizer):
     """Muon on the matrices, or boxes of matrices, of one rank."""
 
     def __init__(self, params: Sequence[OwnedParam], setup: OptimizerSetup):
-        self._params, self._spec = list(params), setup.spec
+        self._params, self._spec, self._iterations = list(params), setup.spec, setup.newton_schulz
         self._momentum = [torch.zeros_like(param.value.detach(), dtype=setup.moments) for param in params]
         self._whole: list[int] = []
         """Indices of the matrices that this rank holds whole."""
@@ -52,11 +53,11 @@ class Muon(ParamOptimizer):
             return
         for index in self._whole:
             if is_updated(self._params[index]):
-                self._apply(index, _orthogonalize(self._nesterov(index, update)), update)
+                self._apply(index, _orthogonalize(self._nesterov(index, update).to(self._iterations)), update)
         for shared in self._shared:
             for indices in shared.rounds():
-                # Newton–Schulz begins by rounding to bf16. Rounding here halves what is sent and gives the same result.
-                boxes = [self._nesterov(index, update).bfloat16() for index in indices]
+                # The iterations begin by rounding to their format. Rounding here halves what is sent and gives the same result.
+                boxes = [self._nesterov(index, update).to(self._iterations) for index in indices]
                 for index, box in zip(indices, shared.orthogonalize(indices, boxes), strict=True):
                     self._apply(index, box, update)
 
@@ -145,7 +146,16 @@ def gather_boxes(group: Group, params: Sequence[OwnedParam]) -> list[list[Box]]:
 
 
 def _orthogonalize(matrix: Tensor) -> Tensor:
-    return _zeropower_via_newtonschulz(matrix, _COEFFICIENTS, _ITERATIONS, _EPS)
+    """Newton–Schulz iterations in the dtype of the matrix, which is overwritten; in bf16 with the bits of torch.optim.Muon."""
+    a, b, c = _COEFFICIENTS
+    is_tall = matrix.shape[0] > matrix.shape[1]
+    x = matrix.T if is_tall else matrix
+    x.div_(x.norm().clamp(min=_EPS))  # no singular value is above 1
+    for _ in range(_ITERATIONS):
+        gram = x @ x.T
+        polynomial = torch.addmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.addmm(x, polynomial, x, beta=a)
+    return x.T if is_tall else x
 
 
 def _updates(param: OwnedParam) -> bool:

@@ -114,6 +114,8 @@ class OptimizerSetup:
     mesh: Mesh | None = None
     """None: parameters are whole."""
     resources: Resources = REAL
+    newton_schulz: torch.dtype = torch.bfloat16
+    """Dtype of Muon's iterations."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +154,8 @@ class Optimizer:
         assert all(param.value.dtype == torch.float32 for param in params), "the optimizer updates fp32 master weights"
         self._order, self._spec = {param.name: number for number, param in enumerate(params)}, spec
         moments = torch.bfloat16 if precision.optimizer == "bf16" else torch.float32
-        setup = OptimizerSetup(spec, moments, memory, mesh, resources)
+        iterations = torch.float32 if precision.newton_schulz == "fp32" else torch.bfloat16
+        setup = OptimizerSetup(spec, moments, memory, mesh, resources, iterations)
         own = [param for param in params if kind.updates(param)]
         rest = [param for param in params if not kind.updates(param)]
         self.parts: dict[str, ParamOptimizer] = {}

@@ -180,6 +180,8 @@ class Precision:
     """Format of gradients in communication between replicas; bf16 halves the traffic."""
     optimizer: Literal["fp32", "bf16"] = "fp32"
     """Format of the optimizer states: Adam's moments and Muon's momentum."""
+    newton_schulz: Literal["bf16", "fp32"] = "bf16"
+    """Muon: format of the Newton–Schulz iterations, and of the matrices that ranks exchange for them. bf16 is the usual one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -85,6 +85,23 @@ def test_muon_moves_along_an_almost_orthogonal_matrix() -> None:
     assert ((left.T @ step @ right.T).diagonal() > 0.6).all()  # the gradient's own singular vectors
 
 
+def test_iterations_in_fp32_have_the_singular_values_of_the_polynomial() -> None:
+    # Iterations change singular values only, each by the polynomial; fp32 leaves seven digits of them.
+    held = holding()
+    one = next(one for one in held if one.name == "blocks.0.mlp.up.weight")
+    before = one.value.detach().clone()
+    give_gradients(held, 0)
+    assert one.gradient is not None
+    left, values, right = torch.linalg.svd(one.gradient.double(), full_matrices=False)
+    values = values / values.norm()
+    for _ in range(5):
+        values = 3.4445 * values - 4.7750 * values**3 + 2.0315 * values**5
+    expected = left @ values.diag() @ right
+    Optimizer(held, replace(MUON, weight_decay=0.0), precision=Precision(newton_schulz="fp32")).step(1.0, ONE, NO)
+    step = (before - one.value.detach()) / (0.2 * math.sqrt(20))
+    torch.testing.assert_close(step.double(), expected, atol=1e-5, rtol=0.0)
+
+
 def test_muon_takes_the_matrices_of_the_blocks_and_adamw_the_rest() -> None:
     states = Optimizer(holding(), MUON).state()
     muon = {name.partition("/")[0] for name in states if "momentum" in name}
@@ -180,15 +197,17 @@ def test_muon_on_boxes_equals_one_process(layout: Layout) -> None:
     assert checked > sum(whole.numel() for whole in expected.values()) - 1
 
 
-def test_muon_on_boxes_with_momentum_in_bf16_equals_one_process_with_it() -> None:
+@pytest.mark.parametrize("precision", [Precision(optimizer="bf16"), Precision(newton_schulz="fp32")], ids=["momentum", "fp32"])
+def test_muon_on_boxes_in_other_formats_equals_one_process(precision: Precision) -> None:
     held = holding()
-    optimizer = Optimizer(held, MUON, precision=Precision(optimizer="bf16"))
+    optimizer = Optimizer(held, MUON, precision=precision)
     for step in range(3):
         give_gradients(held, step)
         optimizer.step(0.02, torch.tensor(2.5), NO)
     expected = everything(held, optimizer.state())
-    assert expected["blocks.0.mlp.up.weight/momentum_buffer"].dtype == torch.bfloat16
-    for boxes, _ in run_ranks(step_cut_up, 2, 3, Precision(optimizer="bf16"), layout=Layout(tensor=2)):
+    momentum = torch.bfloat16 if precision.optimizer == "bf16" else torch.float32
+    assert expected["blocks.0.mlp.up.weight/momentum_buffer"].dtype == momentum
+    for boxes, _ in run_ranks(step_cut_up, 2, 3, precision, layout=Layout(tensor=2)):
         for name, (spot, box) in boxes.items():
             whole = expected[name]
             torch.testing.assert_close(box, extract(spot.slice, whole) if whole.ndim else whole, atol=1e-5, rtol=1e-5)
