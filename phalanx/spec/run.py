@@ -118,13 +118,13 @@ class OptimizerTraits(NamedTuple):
     """States of each parameter."""
     no_offload: str | None = None
     """Why its states cannot be offloaded; None if they can."""
-    arithmetic: str = "fp32"
-    """What it computes in, where the run computes in fp32: a key of `verification.tolerance.TOLERANCES`."""
+    newton_schulz: bool = False
+    """Whether it has Newton–Schulz iterations, in the format of `precision.newton_schulz`."""
 
 
 OPTIMIZERS = {
     "adamw": OptimizerTraits(moments=2),
-    "muon": OptimizerTraits(moments=1, no_offload="whose iterations run on the device", arithmetic="muon"),
+    "muon": OptimizerTraits(moments=1, no_offload="whose iterations run on the device", newton_schulz=True),
 }
 
 

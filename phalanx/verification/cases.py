@@ -19,7 +19,7 @@ from phalanx.spec.errors import RunError
 from phalanx.spec.layout import Layout, Schedule
 from phalanx.spec.model import Mla, ModelSpec, Moe
 from phalanx.spec.plan import Machine, Plan
-from phalanx.spec.run import Checkpoint, Cluster, Data, Memory, Optimizer, Run, Source, Train
+from phalanx.spec.run import Checkpoint, Cluster, Data, Memory, Optimizer, Precision, Run, Source, Train
 from phalanx.spec.sources import kind
 
 TINY = 2_000_000
@@ -156,14 +156,15 @@ class Case:
         return self.plan.layout
 
     @property
-    def coarsest(self) -> str:
-        """The coarsest number format, which determines the tolerance: a key of `tolerance.TOLERANCES`."""
+    def numbers(self) -> str:
+        """The coarsest number format of the run: a key of `tolerance.ROUNDING`."""
         precision, numbers = self.run.precision, str(self.plan.compute)
-        if numbers == "fp32" and "bf16" in (precision.reduce, precision.optimizer):
-            numbers = "bf16"
-        if numbers == "fp32":
-            numbers = self.run.optimizer.traits.arithmetic
-        return "experts" if self.run.model.moe is not None and numbers != "fp32" else numbers
+        return "bf16" if numbers == "fp32" and "bf16" in (precision.reduce, precision.optimizer) else numbers
+
+    @property
+    def coarsest(self) -> str:
+        """What determines the tolerance: a key of `tolerance.TOLERANCES`."""
+        return "experts" if self.run.model.moe is not None and self.numbers != "fp32" else self.numbers
 
 
 def make_case(run: Run, *, ranks: int | None = None, steps: int = 8) -> Case:
@@ -172,7 +173,8 @@ def make_case(run: Run, *, ranks: int | None = None, steps: int = 8) -> Case:
     layout = _layout(run, ranks, notes)
     run = replace(run, layout=layout, cluster=Cluster(device="cpu", threads=1), checkpoint=Checkpoint())
     run = _data(_sizes(run, notes), notes)
-    run = replace(run, optimizer=_optimizer(run, notes), train=replace(run.train, steps=steps, tokens=None, eval_every=None))
+    run = replace(run, optimizer=_optimizer(run, notes), precision=_precision(run, notes))
+    run = replace(run, train=replace(run.train, steps=steps, tokens=None, eval_every=None))
     if problems := check(run):
         raise RunError(problems)
     open_dataset(run.data, run.train.sequence_length, run.train.seed)  # reports problems with the text before ranks start
@@ -239,14 +241,30 @@ def random_documents(seed: int, count: int = 300) -> tuple[str, ...]:
 
 
 def _optimizer(run: Run, notes: list[str]) -> Optimizer:
-    given, precision = run.optimizer, run.precision
-    coarse = precision.compute not in (None, "fp32") or "bf16" in (precision.reduce, precision.optimizer)
-    eps = max(COARSE_EPS if coarse else EPS, given.eps)
+    given = run.optimizer
+    eps = max(COARSE_EPS if _is_coarse(run.precision) else EPS, given.eps)
     notes.append(
         f"The learning rate is {_LEARNING_RATE:g} from the first step on. optimizer.eps is {eps:g} instead of {given.eps:g}: "
         "with less, Adam turns rounding errors of tiny gradients into steps."
     )
     return replace(given, eps=eps, learning_rate=_LEARNING_RATE, warmup_steps=0, schedule="constant", decay_steps=None)
+
+
+def _is_coarse(precision: Precision) -> bool:
+    return precision.compute not in (None, "fp32") or "bf16" in (precision.reduce, precision.optimizer)
+
+
+def _precision(run: Run, notes: list[str]) -> Precision:
+    """Newton–Schulz iterations in fp32 where everything else is. In bf16, a gradient that differs in its last bit may round to the
+    neighboring bf16 number, and the iterations multiply small singular values by up to 485: gradients 1e-7 apart give parameters 1.6e-2
+    apart after 8 steps, whatever the size of the difference. In fp32 they stay 2e-6 apart."""
+    precision = run.precision
+    if not run.optimizer.traits.newton_schulz or precision.newton_schulz == "fp32" or _is_coarse(precision):
+        return precision
+    notes.append(
+        'precision.newton_schulz is "fp32" instead of "bf16": in bf16, the iterations turn rounding errors of gradients into steps.'
+    )
+    return replace(precision, newton_schulz="fp32")
 
 
 _DENSE = ModelSpec(dim=48, layers=5, heads=6, kv_heads=2, ffn=43, vocab=257, context=96, init_std=0.1)

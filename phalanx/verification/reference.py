@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from threading import Barrier, BrokenBarrierError
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -26,6 +27,7 @@ from phalanx.training.hooks import StepHook
 from phalanx.training.step_totals import Outcome
 from phalanx.training.trainer import Trainer
 from phalanx.verification.cases import Case
+from phalanx.verification.tolerance import FLOOR, Noise
 
 _TIMEOUT = 100.0  # seconds that a replica waits for the others
 
@@ -71,10 +73,31 @@ class _StepRecorder(StepHook):
         self.outcome = outcome
 
 
-def record_steps(trainer: Trainer, steps: int) -> Iterator[StepRecord]:
-    """Takes the trainer's steps and yields a record of each. Tensors are live: copy what has to outlive the next step."""
+class _Disturbance(StepHook):
+    """Adds random noise to every gradient before the update, the same in every process."""
+
+    def __init__(self, model: ShardedModel, size: float):
+        """`size`: root mean square of the noise, relative to that of the gradient."""
+        self._model, self._size = model, size
+
+    def on_update(self, step: int) -> None:
+        gradients = {owned.name: owned.gradient for owned in self._model.owned if owned.gradient is not None}
+        sizes = {name: gradient.float().square().mean().sqrt().item() for name, gradient in gradients.items()}
+        floor = FLOOR * max(sizes.values(), default=0.0)  # a gradient that is zero except for rounding has more of it
+        for name, gradient in gradients.items():
+            generator = torch.Generator(gradient.device).manual_seed(crc32(f"{step} {name}".encode()))
+            noise = torch.randn(gradient.shape, generator=generator, device=gradient.device)
+            gradient.copy_(gradient.float().add_(noise, alpha=self._size * max(sizes[name], floor)))
+
+
+def record_steps(trainer: Trainer, steps: int, disturbance: float = 0.0) -> Iterator[StepRecord]:
+    """Takes the trainer's steps and yields a record of each. Tensors are live: copy what has to outlive the next step.
+
+    `disturbance`: relative size of the noise that is added to gradients after they are recorded."""
     recorder = _StepRecorder(trainer.sharded)
     trainer.hooks.add(recorder)
+    if disturbance:
+        trainer.hooks.add(_Disturbance(trainer.sharded, disturbance))
     yield StepRecord(0, parameters=_parameters(trainer))
     for number in range(1, steps + 1):
         event = trainer.step()
@@ -117,18 +140,25 @@ class Reference:
     path: Path
     shapes: dict[str, tuple[int, ...]]
     """Shapes of parameters and buffers, in the order of the model."""
+    noise: Noise | None = None
+    """What rounding does to these steps, if it was measured."""
 
 
 def train_reference(mesh: Mesh, case: Case, path: Path) -> Reference:
     """Trains the reference and saves its steps; with local SGD, those of every replica."""
-    if case.run.optimizer.sync_every > 1:
-        records = _replicas(mesh, case)
-    else:
-        trainer = case_trainer(mesh, case, reference=True)
-        records = [list(map(_copy, record_steps(trainer, case.steps)))]
-        trainer.close()
+    records = reference_records(mesh, case)
     torch.save(records, path)
     return Reference(path, {name: shard.slice.whole for name, (_, shard) in records[0][0].parameters.items()})
+
+
+def reference_records(mesh: Mesh, case: Case, disturbance: float = 0.0) -> list[list[StepRecord]]:
+    """The steps of the reference; with local SGD, those of every replica. `disturbance`: see `record_steps`."""
+    if case.run.optimizer.sync_every > 1:
+        return _replicas(mesh, case, disturbance)
+    trainer = case_trainer(mesh, case, reference=True)
+    records = list(map(_copy, record_steps(trainer, case.steps, disturbance)))
+    trainer.close()
+    return [records]
 
 
 def case_trainer(mesh: Mesh, case: Case, *, reference: bool) -> Trainer:
@@ -141,13 +171,13 @@ def case_trainer(mesh: Mesh, case: Case, *, reference: bool) -> Trainer:
     return trainer
 
 
-def _replicas(mesh: Mesh, case: Case) -> list[list[StepRecord]]:
+def _replicas(mesh: Mesh, case: Case, disturbance: float) -> list[list[StepRecord]]:
     """The records of each replica. The loss of a step is that of all replicas together, as a run reports it."""
     trainers = [_Replica(mesh, case, number) for number in range(case.layout.data or 1)]
     for trainer in trainers:
         trainer.build()
     outer, balance, agreement = _OuterOptimizer(trainers, case), _RouterBalance(trainers), _Agreement(trainers)
-    recorders = [record_steps(trainer, case.steps) for trainer in trainers]
+    recorders = [record_steps(trainer, case.steps, disturbance) for trainer in trainers]
     records: list[list[StepRecord]] = []
     with ThreadPoolExecutor(len(trainers)) as threads:
         for step in range(case.steps + 1):

@@ -15,7 +15,7 @@ from phalanx.verification.chaos_campaign import CampaignReport
 from phalanx.verification.fault_outcomes import FaultOutcome
 from phalanx.verification.parity import Report
 from phalanx.verification.step_cost import RankAccount, Theory
-from phalanx.verification.tolerance import Check
+from phalanx.verification.tolerance import MARGIN, ROUNDING, Check
 
 
 def show_report(console: Console, report: Report) -> None:
@@ -32,6 +32,7 @@ def show_report(console: Console, report: Report) -> None:
     if report.checks:
         console.print(_checks(report.checks))
         console.print(f"accepted for {precision}: {report.reason}", style="dim", soft_wrap=True)
+        _notes(console, [_noise(report, check) for check in report.checks if check.noise is not None])
     if report.accounts and report.theory is not None:
         show_accounts(console, report.accounts, report.theory)
     if report.passed:
@@ -40,6 +41,16 @@ def show_report(console: Console, report: Report) -> None:
         first = report.first
         where = f": look at {first.name} first ({escape(_where(first))})" if first else ""
         console.print(f"NOT PASSED{where}", style="bold red", soft_wrap=True)
+
+
+def _noise(report: Report, check: Check) -> str:
+    """Why more than the tolerance is accepted."""
+    numbers = report.case.numbers
+    return (
+        f"{check.name}: accepted is {MARGIN:g} times the noise there, which is more than {report.tolerance.of(check.name):.0e}. One "
+        f"process differs from itself by {check.noise:.1e} if its gradients are disturbed by {ROUNDING[numbers]:g} of their size, as "
+        f"rounding in {numbers} does."
+    )
 
 
 def _notes(console: Console, sentences: Sequence[str]) -> None:
@@ -55,8 +66,14 @@ def show_line(console: Console, number: int, report: Report) -> None:
     else:
         failed = [check for check in report.checks if not check.passed]
         shown = failed or [check for check in report.checks if check.accepted != 0]
-        what = ", ".join(f"{check.name} {check.largest:.1e}" + (f" ({_where(check)})" if failed else "") for check in shown)
+        what = ", ".join(f"{check.name} {check.largest:.1e}{_remark(check, failed=bool(failed))}" for check in shown)
     console.print(f"{number:3d}  {verdict}  {layout_name(report.case.layout)}: {what}", soft_wrap=True)
+
+
+def _remark(check: Check, *, failed: bool) -> str:
+    noise = "" if check.noise is None else f"noise {check.noise:.1e}"
+    words = ", ".join(word for word in (_where(check) if failed else "", noise) if word)
+    return escape(f" ({words})") if words else ""
 
 
 def _table(*titles: str) -> Table:

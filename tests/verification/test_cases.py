@@ -111,11 +111,24 @@ def test_coarse_numbers_get_a_coarser_eps(override: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("overrides", "iterations"),
+    [((), "fp32"), (("precision.compute=bf16",), "bf16"), (("precision.reduce=bf16",), "bf16")],
+)
+def test_muon_iterates_in_fp32_where_everything_else_is(overrides: tuple[str, ...], iterations: str) -> None:
+    case = make_case(tiny_run("layout.data=2", "optimizer.name=muon", *overrides))
+    assert case.run.precision.newton_schulz == case.reference.precision.newton_schulz == iterations
+    assert any("precision.newton_schulz" in sentence for sentence in case.notes) == (iterations == "fp32")
+    adamw = make_case(tiny_run("layout.data=2", *overrides))
+    assert not any("newton_schulz" in sentence for sentence in adamw.notes)
+
+
+@pytest.mark.parametrize(
     ("overrides", "experts", "coarsest"),
     [
         ((), True, "fp32"),
-        (("optimizer.name=muon",), False, "muon"),
-        (("optimizer.name=muon",), True, "experts"),
+        (("optimizer.name=muon",), False, "fp32"),
+        (("optimizer.name=muon",), True, "fp32"),
+        (("optimizer.name=muon", "precision.optimizer=bf16"), False, "bf16"),
         (("precision.compute=fp8",), False, "fp8"),
         (("precision.compute=fp8",), True, "experts"),
         (("precision.reduce=bf16",), True, "experts"),

@@ -14,6 +14,7 @@ import pytest
 from ranks import tiny_run
 
 from phalanx.models import init
+from phalanx.optim import muon
 from phalanx.parallel import expert, sharded_model, tensor
 from phalanx.parallel.buckets import Bucket
 from phalanx.parallel.data_parallel import DataParallel
@@ -58,9 +59,9 @@ def plant(monkeypatch: pytest.MonkeyPatch) -> Plant:
     return Plant(monkeypatch)
 
 
-def checks(model: str = "dense", **layout: Any) -> dict[str, Check]:
+def checks(model: str = "dense", *overrides: str, **layout: Any) -> dict[str, Check]:
     """What a proof says of this layout."""
-    run = replace(tiny_run("train.sequence_length=16", "train.batch=4"), model=MODELS[model])
+    run = replace(tiny_run("train.sequence_length=16", "train.batch=4", *overrides), model=MODELS[model])
     report = verify(replace(run, layout=Layout(**{"data": 1} | layout)), steps=2)
     assert report.failure is None, report.failure
     assert not report.passed
@@ -195,6 +196,45 @@ def test_an_optimizer_that_steps_on_one_rank_only(plant: Plant) -> None:
     found = checks(data=2)
     check, _, step = first(found)
     assert (check, step, found["parameters"].rank) == ("parameters", 1, 1)
+
+
+MUON = "optimizer.name=muon"
+
+
+@pytest.mark.parametrize("factor", [1.01, -1.0])
+def test_with_muon_a_gradient_of_the_wrong_size_or_sign(factor: float, plant: Plant) -> None:
+    def finish(original: Around, self: ShardedModel) -> None:
+        original(self)
+        for one in self.owned:
+            if one.name == "blocks.1.mlp.up.weight" and one.gradient is not None and self.mesh.ranks > 1:
+                one.gradient *= factor
+
+    plant(ShardedModel, "finish", finish)
+    found = checks("dense", MUON, data=2)
+    assert first(found) == ("gradients", "blocks.1.mlp.up.weight", 1)
+    # An orthogonal matrix does not depend on the size of the gradient: the gradients alone show a wrong one.
+    assert found["parameters"].passed == (factor > 0)
+
+
+def test_with_muon_an_all_reduce_dropped_in_a_backward(plant: Plant) -> None:
+    def enter(original: Around, self: tensor.CopyToTP, module: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return args if getattr(module, "planted", False) else original(self, module, args)
+
+    plant.mark("blocks.2.mlp")
+    plant(tensor.CopyToTP, "__call__", enter)
+    assert first(checks("dense", MUON, tensor=2)) == ("gradients", "blocks.2.mlp_norm.weight", 1)
+
+
+def test_with_muon_a_matrix_whose_boxes_are_made_orthogonal_one_by_one(plant: Plant) -> None:
+    def orthogonalize(original: Around, self: Any, indices: list[int], boxes: list[Any]) -> Any:
+        together = original(self, indices, [box.clone() for box in boxes])
+        # The first matrix of the first round is that of blocks.0.attention.query.
+        return [muon._orthogonalize(boxes[0]), *together[1:]] if indices[0] == self.indices[0] else together
+
+    plant(muon._SharedMatrices, "orthogonalize", orthogonalize)
+    found = checks("dense", MUON, tensor=2)
+    assert first(found) == ("parameters", "blocks.0.attention.query.weight", 1)
+    assert found["parameters"].accepted == 1e-4 and found["parameters"].largest > 1e-3
 
 
 def test_a_loss_that_is_counted_twice(plant: Plant) -> None:

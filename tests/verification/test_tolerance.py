@@ -7,14 +7,24 @@ import math
 import pytest
 import torch
 
-from phalanx.verification.tolerance import TOLERANCES, Check, Comparison, difference, judge, number_difference
+from phalanx.verification.tolerance import (
+    MARGIN,
+    TOLERANCES,
+    Check,
+    Comparison,
+    Limits,
+    Noise,
+    difference,
+    judge,
+    number_difference,
+)
 
 ORDER = ["embed", "a", "b", "c", "head"]
 FP32 = TOLERANCES["fp32"]
 
 
-def checks(*rows: Comparison) -> dict[str, Check]:
-    return {check.name: check for check in judge(rows, FP32, ORDER)}
+def checks(*rows: Comparison, noise: Noise | None = None) -> dict[str, Check]:
+    return {check.name: check for check in judge(rows, Limits(FP32, noise or {}), ORDER)}
 
 
 def test_a_difference_is_over_the_largest_of_the_whole() -> None:
@@ -54,6 +64,38 @@ def test_the_first_bad_step_counts() -> None:
     )["parameters"]
     assert not found.passed
     assert (found.tensor, found.step, found.rank, found.largest) == ("b", 2, 1, 0.5)
+
+
+def test_noise_raises_the_limit_of_its_tensor_only() -> None:
+    rows = [Comparison("parameters", 2, "a", 0, 3e-3), Comparison("parameters", 2, "b", 1, 5e-5)]
+    noise = {("parameters", 2, "a"): 1e-3, ("parameters", 2, "b"): 1e-6}
+    assert checks(*rows, noise=noise)["parameters"] == Check("parameters", 3e-3, MARGIN * 1e-3, "a", 2, None, 1e-3)
+    wrong = [*rows, Comparison("parameters", 2, "c", 1, 2e-3)]
+    found = checks(*wrong, noise=noise)["parameters"]
+    assert found == Check("parameters", 2e-3, 1e-4, "c", 2, 1)
+    assert not checks(Comparison("parameters", 2, "a", 0, 5e-3), noise=noise)["parameters"].passed
+
+
+def test_of_several_limits_the_one_that_is_used_most_is_shown() -> None:
+    rows = [Comparison("parameters", 2, "a", 0, 1e-3), Comparison("parameters", 2, "b", 1, 9e-5)]
+    found = checks(*rows, noise={("parameters", 2, "a"): 1e-3})["parameters"]
+    assert (found.tensor, found.largest, found.accepted, found.noise) == ("b", 9e-5, 1e-4, None)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        Comparison("gradients", 1, "a", 0, 1e-3),
+        Comparison("loss", 1, "", 0, 1e-3),
+        Comparison("parameters", 0, "a", 0, 1e-3),
+        Comparison("batches", 2, "", 0, 1.0),
+        Comparison("placement", 0, "a", 0, 1.0),
+    ],
+    ids=lambda row: row.kind,
+)
+def test_no_noise_excuses_what_comes_before_the_first_update(row: Comparison) -> None:
+    found = checks(row, noise={(row.kind, row.step, row.tensor): 1.0})[row.kind]
+    assert not found.passed and found.noise is None
 
 
 def test_of_a_wrong_backward_the_last_layer_that_differs_is_named() -> None:
