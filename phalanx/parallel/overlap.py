@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -18,15 +18,11 @@ from torch._C import _len_torch_dispatch_stack
 from phalanx import accelerator
 from phalanx.observe.comm_timer import NamedGroup, timed_collective, wait
 
-_current: _Turns | None = None
-"""Of the two passes that this process runs side by side."""
-
 
 def run_side_by_side(device: torch.device, forward: Callable[[], Any], backward: Callable[[], Any]) -> tuple[Any, Any]:
     """The results of both. `backward` runs in a thread of its own; a backward has its own threads on GPUs in any case."""
-    global _current
-    assert _current is None, "passes are not nested"
-    turns = _current = _Turns()
+    assert _Turns.current is None, "passes are not nested"
+    turns = _Turns.current = _Turns()
     outcome: list[Any] = []
 
     def other() -> None:
@@ -45,11 +41,11 @@ def run_side_by_side(device: torch.device, forward: Callable[[], Any], backward:
         result = forward()
     except BaseException:
         turns.end(_FORWARD)
-        _current = None  # the backward is abandoned with the step; it may wait for a rank that is lost
+        _Turns.current = None  # the backward is abandoned with the step; it may wait for a rank that is lost
         raise
     turns.end(_FORWARD)
     thread.join()
-    _current = None
+    _Turns.current = None
     if isinstance(outcome[0], BaseException):
         raise outcome[0]
     return result, outcome[0]
@@ -62,7 +58,7 @@ def possible() -> bool:
 
 def exchange(collective: Callable[..., Any], *args: Any, group: NamedGroup, handle: dist.ProcessGroup) -> None:
     """Run a collective: begin it, let the other pass continue, then wait for it."""
-    turns = _current
+    turns = _Turns.current
     if turns is None or torch.compiler.is_compiling():
         timed_collective(collective, *args, group=handle)
         return
@@ -76,6 +72,9 @@ _FORWARD, _BACKWARD = 0, 1
 
 class _Turns:
     """Whose turn it is. A pass that has ended leaves all turns to the other."""
+
+    current: ClassVar[_Turns | None] = None
+    """Of the two passes that this process runs side by side."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
