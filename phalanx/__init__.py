@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, Any
 from phalanx._version import __version__
 
 if TYPE_CHECKING:
-    from phalanx.api import explain, plan, rehearse, train, trainer, verify
+    from phalanx.api import bench_step, explain, plan, rehearse, train, trainer, verify
     from phalanx.spec.load import load, loads
 
-__all__ = ["__version__", "explain", "load", "loads", "plan", "rehearse", "train", "trainer", "verify"]
+__all__ = ["__version__", "bench_step", "explain", "load", "loads", "plan", "rehearse", "train", "trainer", "verify"]
 
 
 def __getattr__(name: str) -> Any:

@@ -60,6 +60,14 @@ class Accelerator:
         """Largest number of bytes in use since `reset_peak_memory`. The CPU knows only what is in use now."""
         return resident_bytes()
 
+    def max_memory_reserved(self) -> int:
+        """Largest number of bytes that torch has held since `reset_peak_memory`, with what is cached and fragmented."""
+        return self.max_memory_allocated()
+
+    def allocation_retries(self) -> int:
+        """How often an allocation had to give cached blocks back to the driver first."""
+        return 0
+
     def reset_peak_memory(self) -> None:
         """Forget earlier peaks."""
 
@@ -126,6 +134,12 @@ class Cuda(Accelerator):
 
     def max_memory_allocated(self) -> int:
         return torch.cuda.max_memory_allocated()
+
+    def max_memory_reserved(self) -> int:
+        return torch.cuda.max_memory_reserved()
+
+    def allocation_retries(self) -> int:
+        return int(torch.cuda.memory_stats().get("num_alloc_retries", 0))
 
     def reset_peak_memory(self) -> None:
         torch.cuda.reset_peak_memory_stats()

@@ -1,4 +1,4 @@
-"""The Python API: plan, train, verify and rehearse a run. `phalanx` exports these functions."""
+"""The Python API: plan, train, verify and rehearse a run, and compare its step. `phalanx` exports these functions."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ from phalanx.spec.plan import Place, Plan
 from phalanx.spec.run import Run
 
 if TYPE_CHECKING:
+    from phalanx.comparison.compare_step import ComparisonSettings
+    from phalanx.comparison.comparison_report import StepComparison
     from phalanx.rehearsal.result import Rehearsal
     from phalanx.training.trainer import Trainer
     from phalanx.verification.parity import Report
@@ -109,6 +111,17 @@ def rehearse(run: Run, plan: Plan | None = None, *, rank: int = 0, memory: int |
         run = replace(run, layout=plan.layout, train=replace(run.train, micro_batch=plan.micro_batch))
     job = rehearsal_job(run, this_machine(), measure(run), memory)
     return rehearsed(job.run, plan or job.plan, rank, job.device)
+
+
+def bench_step(run: Run, settings: ComparisonSettings | None = None) -> StepComparison:
+    """Measures the training step of the run's model on one device, next to transformers, torchtitan and a hand-written loop.
+
+    Every trainer is a process of its own with the same initial weights and tokens. `settings`: see
+    `phalanx.comparison.compare_step.ComparisonSettings`.
+    """
+    from phalanx.comparison.compare_step import ComparisonSettings, compare
+
+    return compare(_checked(run), this_machine(), settings or ComparisonSettings())
 
 
 def _checked(run: Run) -> Run:

@@ -1,5 +1,5 @@
-"""`phalanx models`, `phalanx clusters` and `phalanx schema` list the names that a run file may use, and its JSON schema; `phalanx bench` and
-`phalanx doctor` measure and examine this machine."""
+"""`phalanx models`, `phalanx clusters` and `phalanx schema` list the names that a run file may use, and its JSON schema; `phalanx doctor`
+examines this machine."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer import Argument, Option
+from typer import Argument
 
 from phalanx.cli.options import AsJson
 from phalanx.cli.output import console, finish, plain_table, print_json
@@ -95,27 +95,6 @@ def schema(json: AsJson = False) -> None:
         print_json(run_schema.schema())
     else:
         print(encoding.dumps(run_schema.schema(), indent=2, ensure_ascii=False))
-
-
-def bench(
-    minutes: Annotated[float, Option(min=0.2, max=60.0, help="Maximum time to take.")] = 5.0,
-    out: Annotated[Path | None, Option(help="File to write. Default: the file that plans on this machine read.")] = None,
-    json: AsJson = False,
-) -> None:
-    """Measure matrix products, attention, memory, links, kernel launches, disk and training steps of this machine. Plans use the
-    result."""
-    from phalanx.calibration.measure_machine import bench as measure
-    from phalanx.dashboard.plan_text import show_bench
-    from phalanx.host.machine_profile import profile_file, write_profile
-
-    machine = this_machine()
-    with console.status("measuring") as status:
-        report = measure(machine, Path.cwd(), minutes, status.update)
-    path = write_profile(machine, report.constants, report.row_tables(), out)
-    show_bench(console, [(row.what, row.shape, row.value, row.unit) for row in report.rows], report.constants)
-    use = "plans on this machine use it from now on" if path == profile_file() else "plans do not read it there"
-    console.print(f"measured in {report.seconds:.0f} s; saved to {path}: {use}")
-    finish(json, report.to_json() | {"file": str(path)})
 
 
 def doctor(

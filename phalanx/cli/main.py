@@ -37,7 +37,7 @@ _VERBS = {
     "models": "list_cmd.models",
     "clusters": "list_cmd.clusters",
     "schedule": "schedule_cmd.schedule",
-    "bench": "list_cmd.bench",
+    "bench": "bench_cmd.app",
     "doctor": "list_cmd.doctor",
     "schema": "list_cmd.schema",
 }

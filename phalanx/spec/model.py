@@ -203,12 +203,12 @@ class ModelSpec:
         the planner; None: it is possible."""
         return ("mtp_depth", "predicts tokens across the boundaries") if self.mtp_depth else None
 
-    def flops_per_token(self, sequence: int) -> float:
+    def flops_per_token(self, sequence: int, *, causal: bool = False) -> float:
         """FLOPs of the forward and backward of one token: 6 per weight of a matrix, plus 12·layers·width·sequence for attention.
 
         The head counts, the embedding look-up does not; of the experts, those that a token is sent to count. Attention counts in
-        full, as if it were not causal: the convention of the PaLM paper, so that MFU compares with published figures. With latent
-        attention the width is the mean of the widths of queries and values.
+        full, as if it were not causal: the convention of the PaLM paper, so that MFU compares with published figures. `causal` counts
+        half of it, what a causal kernel computes. With latent attention the width is the mean of the widths of queries and values.
         """
         dense, sparse = self._blocks()
         matrices = (dense + sparse) * self.attention_matrices() + dense * self._dense_matrices()
@@ -218,7 +218,8 @@ class ModelSpec:
             widths = 2 * self.heads * self.head
         else:
             widths = self.heads * (self.mla.nope_dim + self.mla.rope_dim + self.mla.value_dim)
-        return 6.0 * matrices + 6 * (dense + sparse) * widths * sequence
+        attention = 6 * (dense + sparse) * widths * sequence
+        return 6.0 * matrices + (attention / 2 if causal else attention)
 
     def _blocks(self) -> tuple[int, int]:
         """(Blocks with an ordinary feed-forward layer, blocks with experts); multi-token prediction adds blocks like the last one."""

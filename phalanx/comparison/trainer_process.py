@@ -1,0 +1,169 @@
+"""The process of one trainer in the comparison: builds it, then takes and measures steps when asked to. Between two turns it waits for its
+input, so that another trainer has the device to itself.
+
+    python -P -m phalanx.comparison.trainer_process
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import resource
+import sys
+import textwrap
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Protocol, TextIO
+
+import torch
+from torch import Tensor
+
+from phalanx import accelerator
+from phalanx.accelerator import Accelerator
+from phalanx.comparison.peer_loop import PeerJob
+from phalanx.comparison.step_messages import Built, Failed, Message, TakeSteps, TrainerJob, Turn, decode, encode
+from phalanx.host.process_tree import die_with
+from phalanx.spec.errors import RunError
+from phalanx.spec.load import loads
+from phalanx.spec.plan import Plan
+
+_MAX_REASON = 160
+"""Characters of a reason in the table."""
+
+
+class StepTrainer(Protocol):
+    """What the comparison asks of a trainer."""
+
+    version: str
+    settings: str
+    compute: str
+
+    def step(self) -> float:
+        """Takes one step; returns its loss."""
+        ...
+
+    def token_losses(self, tokens: Tensor, targets: Tensor, /) -> Tensor:
+        """Losses of single tokens with the present weights."""
+        ...
+
+
+def make(job: TrainerJob, folder: Path) -> tuple[StepTrainer, PeerJob]:
+    """Builds a trainer by its name. Each is imported on its own: what the others import would count as its memory."""
+    peer = PeerJob(loads(job.run), Plan.from_json(job.plan), job.compile)
+    accelerator.of(peer.device).set_device(peer.device)
+    torch.set_num_threads(peer.plan.threads)
+    match job.trainer:
+        case "phalanx":
+            from phalanx.comparison.phalanx_steps import PhalanxSteps
+
+            return PhalanxSteps(peer, folder), peer
+        case "transformers":
+            from phalanx.comparison.transformers_steps import TransformersSteps
+
+            return TransformersSteps(peer), peer
+        case "torchtitan" | "torchtitan-fsdp":
+            from phalanx.comparison.torchtitan_steps import TorchtitanSteps
+
+            return TorchtitanSteps(peer, folder, fsdp=job.trainer == "torchtitan-fsdp"), peer
+        case _:
+            from phalanx.comparison.handwritten_loop import HandwrittenLoop
+
+            return HandwrittenLoop(peer), peer
+
+
+def take(trainer: StepTrainer, kind: Accelerator, steps: int) -> Turn:
+    """Takes steps and measures each from an idle device to an idle device."""
+    seconds, losses = [], []
+    for _ in range(steps):
+        kind.synchronize()
+        start = time.perf_counter()
+        losses.append(trainer.step())
+        kind.synchronize()
+        seconds.append(time.perf_counter() - start)
+    on_gpu = kind.asynchronous
+    return Turn(
+        seconds=tuple(seconds),
+        losses=tuple(losses),
+        memory=kind.max_memory_allocated() if on_gpu else peak_resident(),
+        reserved=kind.max_memory_reserved() if on_gpu else None,
+        retries=kind.allocation_retries(),
+    )
+
+
+def forget_peak(kind: Accelerator) -> None:
+    """Peaks count from here on: building a peer from Phalanx's weights takes memory that its own users do not need."""
+    kind.empty_cache()
+    kind.reset_peak_memory()
+    with contextlib.suppress(OSError):  # not every system allows it
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def peak_resident() -> int:
+    """Largest resident size of this process since `forget_peak`, or since its start where the system knows no better."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) << 10
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+
+
+def failure(error: BaseException) -> Failed:
+    """What the table says about an error."""
+    # Libraries under torch report it by errors of their own.
+    if isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error):
+        return Failed(reason="out of memory", out_of_memory=True)
+    words = error.problems[0] if isinstance(error, RunError) else f"{type(error).__name__}: {error}"
+    return Failed(reason=textwrap.shorten(words, _MAX_REASON, placeholder=" …"))
+
+
+def serve(answer: Callable[[Message], None], orders: TextIO) -> None:
+    """Builds the trainer of the first message, then takes the steps that the others ask for."""
+    job = decode(orders.readline())
+    assert isinstance(job, TrainerJob)
+    die_with(job.parent)
+    with TemporaryDirectory() as folder:
+        trainer, peer = make(job, Path(folder))
+        kind = accelerator.of(peer.device)
+        losses = trainer.token_losses(*peer.probe)
+        if job.trainer != "phalanx":
+            _ = peer.batches  # Phalanx reads its text as it goes
+        answer(
+            Built(
+                version=trainer.version,
+                settings=trainer.settings,
+                compute=trainer.compute,
+                token_losses=tuple(losses.tolist()),
+            )
+        )
+        gc.collect()
+        gc.freeze()  # what a library has loaded is not searched for garbage in the middle of a step
+        forget_peak(kind)
+        for line in orders:
+            order = decode(line)
+            assert isinstance(order, TakeSteps)
+            answer(take(trainer, kind, order.steps))
+
+
+def main() -> None:
+    # The answers have the pipe to themselves: what libraries print goes to the log.
+    with os.fdopen(os.dup(1), "w") as pipe:
+        os.dup2(2, 1)
+
+        def answer(message: Message) -> None:
+            pipe.write(encode(message))
+            pipe.flush()
+
+        try:
+            serve(answer, sys.stdin)
+        except BaseException as error:  # a peer may raise anything; it is a reason in the table
+            traceback.print_exc()
+            with contextlib.suppress(OSError):
+                answer(failure(error))
+
+
+if __name__ == "__main__":
+    main()
