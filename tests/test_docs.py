@@ -50,9 +50,11 @@ def test_every_command_of_the_readme_exists() -> None:
     for group in app.registered_groups:
         assert group.typer_instance is not None
         verbs |= {f"{group.name} {command.name}" for command in group.typer_instance.registered_commands}
+        if group.typer_instance.info.invoke_without_command is True:
+            verbs.add(group.name)
     groups = {group.name for group in app.registered_groups}
     rows = re.findall(r"^\| `phalanx (\w+)(?: ([a-z]+))?", README, re.M)
-    assert {f"{verb} {inner}" if verb in groups else verb for verb, inner in rows} == verbs
+    assert {f"{verb} {inner}".strip() if verb in groups else verb for verb, inner in rows} == verbs
     makefile = (ROOT / "Makefile").read_text()
     for target in re.findall(r"\bmake ([a-z-]+)", README + (ROOT / "CONTRIBUTING.md").read_text()):
         assert re.search(rf"^{target}:", makefile, re.M), target

@@ -205,6 +205,7 @@ class _Entry:
             compute=self.built.compute,
             token_losses=self.built.token_losses,
             seconds=tuple(second for turn in self.turns for second in turn.seconds),
+            cpu_seconds=tuple(second for turn in self.turns for second in turn.cpu_seconds),
             losses=self.losses[:COMPARED_STEPS],
             memory=max(turn.memory for turn in self.turns),
             reserved=max(reserved, default=None),

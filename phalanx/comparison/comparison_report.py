@@ -59,6 +59,8 @@ class TrainerResult:
     compute: str = ""
     seconds: tuple[float, ...] = ()
     """Of each measured step."""
+    cpu_seconds: tuple[float, ...] = ()
+    """Time that all threads of the process computed, of each measured step."""
     token_losses: tuple[float, ...] = ()
     """Of one sequence, before the first step."""
     losses: tuple[float, ...] = ()
@@ -212,6 +214,7 @@ class StepComparison:
             "settings": result.settings,
             "compute": result.compute,
             "step_seconds": {"median": result.median, "q1": low, "q3": high, "all": list(result.seconds)},
+            "cpu_seconds": median(result.cpu_seconds),
             "tokens_per_second": self.tokens_per_second(result),
             "flops_per_second": self.tokens_per_second(result) * self.flops,
             "mfu": self.mfu(result),
@@ -254,16 +257,16 @@ class StepComparison:
         """How it was measured, in sentences."""
         each = min((len(result.seconds) for result in self.ran), default=0)
         alive = "a fresh process for each turn" if self.fresh else "all processes alive, one computing at a time"
-        first = self.ran[0].reserved if self.ran else None
-        kind = (
-            "peak resident memory of the process, libraries included" if first is None else "peak bytes of tensors on the GPU"
-        )
-        load = "" if first is not None else f" Load {self.load:.1f}: other programs slow the trainers down by chance."
+        on_gpu = bool(self.ran) and self.ran[0].reserved is not None
+        kind = "peak bytes of tensors on the GPU" if on_gpu else "peak resident memory of the process, libraries included"
+        cpu = ", ".join(f"{result.name} {short_duration(median(result.cpu_seconds))}" for result in self.ran)
+        busy = f"CPU time of a step, which other programs affect least (load {self.load:.1f}): {cpu}."
         masks = " Phalanx masks documents and peers do not: losses are compared without masks, before the first step."
         return [
             f"Medians and quartiles of {each} steps in {self.rounds} turns ({alive}, order reversed every turn), after "
             f"{self.warmup} steps of warm-up of each process. Tokens: {self.text}; peers have them in memory. AdamW, fp32 master "
-            f"weights, the same initial weights and learning rate.{masks if self.masked else ''}{load}",
+            f"weights, the same initial weights and learning rate.{masks if self.masked else ''}",
+            *([] if on_gpu or not cpu else [busy]),
             f"memory: {kind}, from the first step on. {CONVENTION}",
         ]
 

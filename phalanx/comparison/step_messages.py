@@ -49,6 +49,8 @@ class Turn:
     """Consecutive steps of one trainer, while the others wait."""
 
     seconds: tuple[float, ...]
+    cpu_seconds: tuple[float, ...]
+    """Time that all threads of the process computed."""
     losses: tuple[float, ...]
     memory: int
     """Peak since the first step: bytes of tensors on a GPU; resident bytes of the process on CPUs."""

@@ -77,16 +77,18 @@ def make(job: TrainerJob, folder: Path) -> tuple[StepTrainer, PeerJob]:
 
 def take(trainer: StepTrainer, kind: Accelerator, steps: int) -> Turn:
     """Takes steps and measures each from an idle device to an idle device."""
-    seconds, losses = [], []
+    seconds, cpu_seconds, losses = [], [], []
     for _ in range(steps):
         kind.synchronize()
-        start = time.perf_counter()
+        start, busy = time.perf_counter(), time.process_time()
         losses.append(trainer.step())
         kind.synchronize()
         seconds.append(time.perf_counter() - start)
+        cpu_seconds.append(time.process_time() - busy)
     on_gpu = kind.asynchronous
     return Turn(
         seconds=tuple(seconds),
+        cpu_seconds=tuple(cpu_seconds),
         losses=tuple(losses),
         memory=kind.max_memory_allocated() if on_gpu else peak_resident(),
         reserved=kind.max_memory_reserved() if on_gpu else None,

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+import torch
 from comparison.step_jobs import LLAMA, MACHINE, MODELS, tiny_run
 
 from phalanx.comparison import compare_step
 from phalanx.comparison.compare_step import TRAINERS, ComparisonSettings, bench_run, compare
 from phalanx.comparison.step_messages import Built, Failed, TakeSteps, TrainerJob, Turn, decode, encode
+from phalanx.comparison.trainer_process import failure
+from phalanx.host.env import python_env
 from phalanx.spec.errors import RunError
 from phalanx.spec.layout import Layout
 from phalanx.spec.load import loads
@@ -53,7 +58,9 @@ class Scripted:
         self.diary.append(f"{self.name} {steps}")
         times = tuple(0.5 for _ in range(steps))
         crowded = self.retries.get(self.name, 0) if len(self.alive) > 1 else 0
-        return Turn(seconds=times, losses=tuple(3.0 for _ in times), memory=100, reserved=None, retries=crowded)
+        return Turn(
+            seconds=times, cpu_seconds=times, losses=tuple(3.0 for _ in times), memory=100, reserved=None, retries=crowded
+        )
 
     def close(self) -> None:
         self.alive.discard(self.name)
@@ -145,6 +152,27 @@ def test_a_peer_that_is_not_installed_says_how_to_install_it(scripted: type[Scri
     assert compare_step._absent("phalanx") is None and compare_step._absent("hand") is None
 
 
+@pytest.mark.parametrize(
+    ("number", "reason"),
+    [(signal.SIGKILL, "perhaps because the machine ran out of memory"), (signal.SIGABRT, "ended by SIGABRT")],
+)
+def test_a_process_that_dies_without_a_word_has_a_reason(tmp_path: Path, number: signal.Signals, reason: str) -> None:
+    job = TrainerJob(trainer="hand", run="", plan="", compile=False, parent=os.getpid())
+    process = compare_step._Process(job, python_env(), tmp_path / "hand.log")
+    os.kill(process._process.pid, number)  # while it still imports torch
+    with pytest.raises(compare_step._TrainerFailed, match=reason):
+        process.receive(Built)
+    process.close()
+
+
+def test_an_error_of_a_peer_is_a_short_reason() -> None:
+    long = failure(ValueError("first line\nsecond line " + "x" * 500))
+    assert long.reason.startswith("ValueError: first line second line") and len(long.reason) <= 160
+    assert failure(RunError(["the sentence.", "another."])).reason == "the sentence."
+    assert failure(torch.OutOfMemoryError("CUDA out of memory. Tried …")) == Failed(reason="out of memory", out_of_memory=True)
+    assert failure(RuntimeError("CUDA error: out of memory")).out_of_memory
+
+
 def test_the_run_is_one_rank_and_one_micro_batch() -> None:
     run = tiny_run(
         train=Train(batch_tokens=64 * 48, sequence_length=64, tokens=10**9, eval_every=5),
@@ -230,7 +258,7 @@ def test_messages_survive_the_pipe() -> None:
         TrainerJob(trainer="hand", run="[train]\n", plan="{}", compile=True, parent=1),
         TakeSteps(steps=3),
         Built(version="1", settings="é", compute="fp32", token_losses=(0.1, 2.0)),
-        Turn(seconds=(0.1,), losses=(float("inf"),), memory=1, reserved=None, retries=0),
+        Turn(seconds=(0.1,), cpu_seconds=(0.2,), losses=(float("inf"),), memory=1, reserved=None, retries=0),
         Failed(reason="two\nlines", out_of_memory=True),
     )
     for message in messages:

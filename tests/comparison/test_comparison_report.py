@@ -26,6 +26,7 @@ def result(name: str, *seconds: float, **changes: Any) -> TrainerResult:
         "settings": "plain",
         "compute": "bf16",
         "seconds": seconds,
+        "cpu_seconds": tuple(second / 5 for second in seconds),
         "token_losses": TOKENS,
         "losses": (5.0, 4.5, 4.0),
         "memory": 3 << 30,
@@ -95,7 +96,12 @@ def test_json_has_every_figure_and_only_finite_numbers() -> None:
     assert found["trainers"]["torchtitan"] == {"ran": False, "reason": "not installed"}
     ours = found["trainers"]["phalanx"]
     assert ours["step_seconds"] == {"median": 0.5, "q1": 0.5, "q3": 0.5, "all": [0.5, 0.5]}
-    assert ours["peak_bytes"] == 3 << 30 and ours["reserved_bytes"] == 4 << 30 and ours["same_loss"] is None
+    assert (
+        ours["cpu_seconds"] == 0.1
+        and ours["peak_bytes"] == 3 << 30
+        and ours["reserved_bytes"] == 4 << 30
+        and ours["same_loss"] is None
+    )
     assert found["trainers"]["hand"]["same_loss"] is True and "12·layers·width·sequence" in found["convention"]
 
 
@@ -165,6 +171,13 @@ def _same(peer: TrainerResult, ours: TrainerResult, **changes: Any) -> bool:
     agreement = report(ours, peer, **changes).agreement(peer)
     assert agreement is not None
     return agreement.same
+
+
+def test_on_cpus_the_time_that_was_computed_is_shown_next_to_the_clock() -> None:
+    comparison = report(result("phalanx", 0.5, reserved=None), result("hand", 0.6, reserved=None), load=7.25)
+    shown = text(comparison, 400)
+    assert "(load 7.2): phalanx 100 ms, hand 120 ms." in shown and "peak resident memory of the process" in shown
+    assert "CPU time" not in text(report(result("phalanx", 0.5)), 400), "on a GPU, the host's time says little"
 
 
 def test_without_phalanx_peers_are_compared_with_nothing() -> None:
