@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, mkdtemp
 from typing import TypeVar
 
 from phalanx.comparison.comparison_report import COMPARED_STEPS, PHALANX, TOLERANCES, StepComparison, TrainerResult
@@ -44,6 +44,8 @@ _PACKAGES = {
 """The package that a peer needs, and how to install it."""
 _ROOM = 0.9
 """Part of the memory that all trainers together may fill, by the plan's promise for Phalanx, to stay alive at the same time."""
+_PATIENCE = 5.0
+"""Seconds for a process to end before it is killed."""
 T = TypeVar("T", bound=Message)
 
 
@@ -269,7 +271,11 @@ class _Process:
         return how + (f": {lines[-1].strip()[:120]}" if lines else "")
 
     def close(self) -> None:
-        """Kills the process, and those that compile for it: nothing of them is needed any more."""
+        """Ends the process, and those that compile for it. Compilers are asked first, so that they remove what they have half written:
+        torch would load it from its cache later."""
+        with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
+            os.killpg(self._process.pid, signal.SIGTERM)
+            self._process.wait(_PATIENCE)
         kill_session(self._process.pid)
         self._process.kill()
         self._process.wait()
@@ -342,6 +348,7 @@ class _Contest:
             run=dump(self._run),
             plan=self._plan.to_json(),
             compile=self._run.memory.compile if entry.name == PHALANX else peers_compile,
+            folder=mkdtemp(dir=self._folder),
             parent=os.getpid(),
         )
         process = _Process(job, worker_env(self._plan), self._folder / f"{entry.name}.log")

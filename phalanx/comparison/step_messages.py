@@ -20,6 +20,8 @@ class TrainerJob:
     """Phalanx's plan, as JSON. Every trainer takes device, threads, micro-batch and number format from it."""
     compile: bool
     """Whether a peer compiles its model; Phalanx obeys the run."""
+    folder: str
+    """An empty folder for what the trainer writes; the parent removes it."""
     parent: int
     """Process id of the parent, whose end ends the process."""
 

@@ -16,7 +16,6 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Protocol, TextIO
 
 import torch
@@ -51,11 +50,12 @@ class StepTrainer(Protocol):
         ...
 
 
-def make(job: TrainerJob, folder: Path) -> tuple[StepTrainer, PeerJob]:
+def make(job: TrainerJob) -> tuple[StepTrainer, PeerJob]:
     """Builds a trainer by its name. Each is imported on its own: what the others import would count as its memory."""
     peer = PeerJob(loads(job.run), Plan.from_json(job.plan), job.compile)
     accelerator.of(peer.device).set_device(peer.device)
     torch.set_num_threads(peer.plan.threads)
+    folder = Path(job.folder)
     match job.trainer:
         case "phalanx":
             from phalanx.comparison.phalanx_steps import PhalanxSteps
@@ -127,27 +127,26 @@ def serve(answer: Callable[[Message], None], orders: TextIO) -> None:
     job = decode(orders.readline())
     assert isinstance(job, TrainerJob)
     die_with(job.parent)
-    with TemporaryDirectory() as folder:
-        trainer, peer = make(job, Path(folder))
-        kind = accelerator.of(peer.device)
-        losses = trainer.token_losses(*peer.probe)
-        if job.trainer != "phalanx":
-            _ = peer.batches  # Phalanx reads its text as it goes
-        answer(
-            Built(
-                version=trainer.version,
-                settings=trainer.settings,
-                compute=trainer.compute,
-                token_losses=tuple(losses.tolist()),
-            )
+    trainer, peer = make(job)
+    kind = accelerator.of(peer.device)
+    losses = trainer.token_losses(*peer.probe)
+    if job.trainer != "phalanx":
+        _ = peer.batches  # Phalanx reads its text as it goes
+    answer(
+        Built(
+            version=trainer.version,
+            settings=trainer.settings,
+            compute=trainer.compute,
+            token_losses=tuple(losses.tolist()),
         )
-        gc.collect()
-        gc.freeze()  # what a library has loaded is not searched for garbage in the middle of a step
-        forget_peak(kind)
-        for line in orders:
-            order = decode(line)
-            assert isinstance(order, TakeSteps)
-            answer(take(trainer, kind, order.steps))
+    )
+    gc.collect()
+    gc.freeze()  # what a library has loaded is not searched for garbage in the middle of a step
+    forget_peak(kind)
+    for line in orders:
+        order = decode(line)
+        assert isinstance(order, TakeSteps)
+        answer(take(trainer, kind, order.steps))
 
 
 def main() -> None:

@@ -157,7 +157,7 @@ def test_a_peer_that_is_not_installed_says_how_to_install_it(scripted: type[Scri
     [(signal.SIGKILL, "perhaps because the machine ran out of memory"), (signal.SIGABRT, "ended by SIGABRT")],
 )
 def test_a_process_that_dies_without_a_word_has_a_reason(tmp_path: Path, number: signal.Signals, reason: str) -> None:
-    job = TrainerJob(trainer="hand", run="", plan="", compile=False, parent=os.getpid())
+    job = TrainerJob(trainer="hand", run="", plan="", compile=False, folder=str(tmp_path), parent=os.getpid())
     process = compare_step._Process(job, python_env(), tmp_path / "hand.log")
     os.kill(process._process.pid, number)  # while it still imports torch
     with pytest.raises(compare_step._TrainerFailed, match=reason):
@@ -208,6 +208,7 @@ def test_what_is_compiled(
     assert jobs["hand"].compile is peers
     ours = loads(jobs["phalanx"].run)
     assert ours.memory.compile is (given if given is not None else run.memory.compile) is jobs["phalanx"].compile
+    assert jobs["hand"].folder != jobs["phalanx"].folder
     assert jobs["hand"].run == jobs["phalanx"].run and jobs["hand"].plan == jobs["phalanx"].plan
 
 
@@ -255,7 +256,7 @@ def test_missing_text_is_refused_before_anything_starts(scripted: type[Scripted]
 
 def test_messages_survive_the_pipe() -> None:
     messages = (
-        TrainerJob(trainer="hand", run="[train]\n", plan="{}", compile=True, parent=1),
+        TrainerJob(trainer="hand", run="[train]\n", plan="{}", compile=True, folder="/f", parent=1),
         TakeSteps(steps=3),
         Built(version="1", settings="é", compute="fp32", token_losses=(0.1, 2.0)),
         Turn(seconds=(0.1,), cpu_seconds=(0.2,), losses=(float("inf"),), memory=1, reserved=None, retries=0),

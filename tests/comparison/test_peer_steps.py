@@ -60,6 +60,7 @@ def test_torchtitan_takes_the_same_steps(fsdp: bool, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # warnings of compilers are for their authors
 @pytest.mark.parametrize("make", [TransformersSteps, HandwrittenLoop])
 def test_compiled_peers_take_the_same_steps(make: Callable[[PeerJob], StepTrainer], tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="the extra `hf` is not installed")
