@@ -347,7 +347,7 @@ class _Contest:
             trainer=entry.name,
             run=dump(self._run),
             plan=self._plan.to_json(),
-            compile=self._run.memory.compile if entry.name == PHALANX else peers_compile,
+            compile=bool(self._run.memory.compile) if entry.name == PHALANX else peers_compile,
             folder=mkdtemp(dir=self._folder),
             parent=os.getpid(),
         )

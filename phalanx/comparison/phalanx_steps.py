@@ -37,7 +37,7 @@ class PhalanxSteps:
         words = [
             "fp32 weights" if formats == {torch.float32} else "16-bit weights, fp32 master weights",
             "blocks compiled" if memory.compile else "not compiled",
-            "logits of all tokens" if memory.loss_chunk is None else f"loss in chunks of {memory.loss_chunk:,}",
+            "logits of all tokens" if not memory.loss_chunk else f"loss in chunks of {memory.loss_chunk:,}",
             "documents masked" if run.data.document_mask else "documents not masked",
         ]
         words += [f"{memory.recompute} recomputation"] if memory.recomputes else []
