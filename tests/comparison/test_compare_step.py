@@ -204,10 +204,9 @@ def test_what_is_compiled(
     monkeypatch.setattr(Scripted, "__init__", remember)
     run = tiny_run(replace(LLAMA, vocab=512), cluster=Cluster())
     compare(run, machine, settings(compile=given))
-    peers = given if given is not None else bool(machine.gpus)
-    assert jobs["hand"].compile is peers
-    ours = loads(jobs["phalanx"].run)
-    assert ours.memory.compile is (given if given is not None else run.memory.compile) is jobs["phalanx"].compile
+    expected = given if given is not None else bool(machine.gpus)
+    assert jobs["hand"].compile is expected and jobs["phalanx"].compile is expected
+    assert bool(loads(jobs["phalanx"].run).memory.compile) is expected
     assert jobs["hand"].folder != jobs["phalanx"].folder
     assert jobs["hand"].run == jobs["phalanx"].run and jobs["hand"].plan == jobs["phalanx"].plan
 
