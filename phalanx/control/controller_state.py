@@ -19,7 +19,7 @@ from phalanx.control.processes import BYTES_PER_PARAMETER
 from phalanx.control.store_server import KeyValueStore
 from phalanx.events.frames import Address, to_body
 from phalanx.events.heartbeat import Beat
-from phalanx.events.records import FaultInjected, HostRejected, WorkerFailed
+from phalanx.events.records import FaultInjected, HostRejected, Warned, WorkerFailed
 from phalanx.faults.grammar import parse
 from phalanx.host.host_check import DeviceResult
 from phalanx.recovery import state as policy
@@ -37,7 +37,6 @@ _CHECKING = 0.1  # part of the time that may be spent on looking whether a condi
 _OFFER_SECONDS = 1.5  # in which another node claims a term that is offered
 _OFFER_POLL = 0.1  # seconds between two looks whether one has
 _STALL = 1.0  # seconds without a heartbeat, after which this process was itself stopped or starved
-_MEMORY_FRACTION = 0.4  # part of the free memory that replicas may take which nobody asked for
 
 
 @dataclass(slots=True)
@@ -501,6 +500,8 @@ class Control:
         state.copy_every = copy_every(self.agent.run, plan, assignment)
         if state.copy_every is not None:
             await self.set_replica_peers()
+        elif number == 0 and (problem := no_room_for_replicas(self.agent.run, plan, assignment)) is not None:
+            self.agent.emit(Warned(message=problem))
         state.generation = Generation(number, plan, assignment, self.term)
         state.unreachable.clear()
         for node, own in _by_node(assignment, names).items():
@@ -554,18 +555,31 @@ def copy_every(run: Run, plan: Plan, assignment: Sequence[int]) -> int | None:
 
     As the run file says. By default after every step, if the loss of a rank or node would lose state and memory is plentiful.
     """
-    if run.command.program is not None:
-        return None
-    if run.checkpoint.memory_every is not None:
+    if run.checkpoint.memory_every is not None and run.command.program is None:
         return run.checkpoint.memory_every
+    need = _default_replica_bytes(run, plan, assignment)
+    return 1 if need is not None and need <= shm_slots.default_room() else None
+
+
+def no_room_for_replicas(run: Run, plan: Plan, assignment: Sequence[int]) -> str | None:
+    """A sentence, if the loss of a rank or node would lose state and there is too little memory for replicas that nobody asked for."""
+    need, room = _default_replica_bytes(run, plan, assignment), shm_slots.default_room()
+    if run.checkpoint.memory_every is not None or need is None or need <= room:
+        return None
+    return (
+        f"The state is not copied into host memory, because copies of {plan.parameters / 1e6:,.1f} M parameters take "
+        f"{need / 2**20:,.0f} MiB on a node, and there is room for {room / 2**20:,.0f}: a lost rank costs all steps since the last "
+        "checkpoint. To copy all the same, set checkpoint.memory_every; a container may need more shared memory (--shm-size)."
+    )
+
+
+def _default_replica_bytes(run: Run, plan: Plan, assignment: Sequence[int]) -> float | None:
+    """Memory of a node for replicas that nobody asked for; None: they are not needed."""
     copies = run.checkpoint.memory_copies
     replicas_equal = run.optimizer.sync_every == 1  # otherwise replicas differ between synchronizations
     replicated = copies == 1 and replicas_equal and replicated_elsewhere(plan.layout, assignment)
-    if run.resilience.restarts == 0 or replicated:
+    if run.command.program is not None or run.resilience.restarts == 0 or replicated:
         return None
-    root, nodes = shm_slots.default_root(), len(set(assignment))
-    free = shm_slots.free_bytes(root if root.is_dir() else root.parent)
+    nodes, slots = len(set(assignment)), len(shm_slots.slots_for(run.resilience.check_every, plan.layout))
     # Each node holds the replicas of its own ranks and of its neighbors'.
-    slots = len(shm_slots.slots_for(run.resilience.check_every, plan.layout))
-    need = slots * plan.parameters * BYTES_PER_PARAMETER * min(nodes, 1 + copies) / nodes
-    return 1 if need <= _MEMORY_FRACTION * free else None
+    return slots * plan.parameters * BYTES_PER_PARAMETER * min(nodes, 1 + copies) / nodes

@@ -317,7 +317,7 @@ class Checkpoint:
     memory_copies: int = field(default=1, metadata=within(1, 16))
     """Other nodes that keep each in-memory copy. With N, the newest state survives the loss of N nodes at once."""
     memory_every: int | None = field(default=None, metadata=within(1))
-    """Copy the state into host memory, outside the workers and on a neighboring node if there are several, every N steps. Default: if nothing else replicates the state, every step on CPUs, and on GPUs as often as costs half a percent of the training time."""
+    """Copy the state into host memory, outside the workers and on a neighboring node if there are several, every N steps. Default: if nothing else replicates the state, every step on CPUs; on GPUs after one of the first steps, then less and less often, until copies take half a percent of the training time."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

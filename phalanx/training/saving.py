@@ -21,6 +21,7 @@ from phalanx.checkpointing.directory import DamagedCheckpoint
 from phalanx.checkpointing.format import Marker, RunMetadata, SavedProgress
 from phalanx.checkpointing.hf_folder import ReferenceLogits
 from phalanx.checkpointing.location import Location, open_location
+from phalanx.checkpointing.replicas.copy_pace import CopyPace
 from phalanx.checkpointing.replicas.memory_checkpoint import MemoryCopies
 from phalanx.checkpointing.replicas.replica_index import MemoryLocation
 from phalanx.checkpointing.replicas.shm_slots import slots_for
@@ -290,7 +291,7 @@ def _memory_copies(run: Run, mesh: Mesh) -> MemoryCopies:
     slots = slots_for(run.resilience.check_every, mesh.layout)
     copies = MemoryCopies(mesh, Path(mesh.place.replica_folder), mesh.place.generation, patient=patient, slots=slots)
     if is_default and on_gpu:
-        copies.pace = _DEFAULT_COPY_SHARE
+        copies.pace = CopyPace(_DEFAULT_COPY_SHARE)
     return copies
 
 

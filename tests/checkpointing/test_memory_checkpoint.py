@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ from torch import Tensor
 from phalanx.checkpointing import directory
 from phalanx.checkpointing.format import RunMetadata
 from phalanx.checkpointing.replicas import replica_index, shm_slots
+from phalanx.checkpointing.replicas.copy_pace import CopyPace
 from phalanx.checkpointing.replicas.memory_checkpoint import MemoryCopies, SharedStaging
 from phalanx.checkpointing.replicas.replica_index import MemoryLocation
 from phalanx.checkpointing.replicas.replica_server import Connection, ReplicaServer, request
@@ -386,6 +388,15 @@ def test_free_memory_respects_the_cgroup_limit(tmp_path: Path) -> None:
     assert shm_slots._cgroup_available(tmp_path) == sys.maxsize
 
 
+@pytest.mark.parametrize(("shared", "memory", "room"), [(64e9, 120e9, 48e9), (64e6, 120e9, 57.6e6), (64e9, 10e9, 4e9)])
+def test_default_copies_take_most_of_the_shared_memory_but_less_than_half_of_all(
+    shared: float, memory: float, room: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shm_slots, "free_memory", lambda: memory)
+    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=shared / 4096, f_frsize=4096))
+    assert shm_slots.default_room() == pytest.approx(room)
+
+
 def test_a_lost_peer_is_reported_and_the_local_replica_counts(tmp_path: Path) -> None:
     with nodes(tmp_path, 2) as found:
         found[1].lose()
@@ -419,7 +430,7 @@ def test_copies_are_skipped_until_memory_is_ready(pace: float | None, tmp_path: 
     monkeypatch.setattr("phalanx.checkpointing.replicas.memory_checkpoint._LAG", 0.1)
     with nodes(tmp_path, 1) as (node,):
         copies = MemoryCopies(ALONE, node.folder)
-        copies.pace = pace
+        copies.pace = None if pace is None else CopyPace(pace)
         copies.prepare(state_of(ALONE, 0))
         for step in (1, 2):
             copies.take(step, state_of(ALONE, step), RunMetadata(extra={"of": step}))
@@ -429,6 +440,32 @@ def test_copies_are_skipped_until_memory_is_ready(pace: float | None, tmp_path: 
         copies._reserving.join()  # type: ignore[union-attr]
         copies.take(3, state_of(ALONE, 3), RunMetadata(extra={"of": 3}))
         assert [(type(event), event.step, event.skipped) for event in copies.settle()] == [(Copied, 3, 2)]
+        assert loaded(newest_state(addresses([node]), TOKEN)) == (3, True)
+        copies.close()
+
+
+def test_the_first_copy_needs_the_memory_of_one_slot_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on, map_memory = threading.Event(), SharedStaging.map
+
+    def late(self: SharedStaging, size: int) -> None:
+        if not self._path.name.endswith("-a.safetensors"):
+            go_on.wait()
+        map_memory(self, size)
+
+    monkeypatch.setattr(SharedStaging, "map", late)
+    with nodes(tmp_path, 1) as (node,):
+        copies = MemoryCopies(ALONE, node.folder)
+        copies.pace = CopyPace(1e9)
+        copies.prepare(state_of(ALONE, 0))
+        copies._reserved["a"].wait(lambda: False)
+        for step in (1, 2):
+            copies.take(step, state_of(ALONE, step), RunMetadata(extra={"of": step}))
+            copies.settle()
+        assert loaded(newest_state(addresses([node]), TOKEN)) == (1, True), "of the second step, there is no copy yet"
+        go_on.set()
+        copies._reserving.join()  # type: ignore[union-attr]
+        copies.take(3, state_of(ALONE, 3), RunMetadata(extra={"of": 3}))
+        assert [(type(event), event.step, event.skipped) for event in copies.settle()] == [(Copied, 3, 1)]
         assert loaded(newest_state(addresses([node]), TOKEN)) == (3, True)
         copies.close()
 

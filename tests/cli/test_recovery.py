@@ -15,6 +15,7 @@ from commands import Workshop
 
 from phalanx.events.records import (
     ControllerChanged,
+    Copied,
     Corrupted,
     Event,
     FailureNoticed,
@@ -134,6 +135,32 @@ def test_recovery_without_replicas_restores_memory_copies(workshop: Workshop, un
     assert (second.action, second.source, second.ranks) == ("shrink", "memory", 1)
     assert first.steps_lost <= 1 and second.steps_lost <= 1
     assert all(one.path.startswith("memory") for one in of(events, Restored)), "the disk was read"
+
+
+AS_ON_GPUS = """
+import time
+from phalanx.training import micro_batch, saving
+copies, batches = saving._memory_copies, micro_batch.BatchFeed.next
+def paced(run, mesh):
+    made = copies(run, mesh)
+    made.pace, made._patient = saving.CopyPace(saving._DEFAULT_COPY_SHARE), False
+    return made
+def slow(self, samples):
+    time.sleep(0.2)
+    return batches(self, samples)
+saving._memory_copies, micro_batch.BatchFeed.next = paced, slow
+"""
+"""Copies take half a percent of the time, of steps of 0.2 s."""
+
+
+def test_a_rank_lost_early_does_not_send_the_run_back_to_its_beginning(workshop: Workshop) -> None:
+    words = (*SIZES, "train.steps=13", "layout.shard=2", "layout.zero=2", "--chaos", "kill rank=1 step=12")
+    events = disturbed(workshop, *words, env=workshop.sabotage(AS_ON_GPUS))
+    (recovery,) = of(events, Recovered)
+    assert (recovery.action, recovery.source) == ("restart", "memory")
+    assert recovery.step >= 1 and recovery.steps_lost == 11 - recovery.step < 10, recovery
+    (failure,) = of(events, FailureNoticed)
+    assert recovery.step == of(events[: events.index(failure)], Copied)[-1].step
 
 
 def test_controller_loss_elects_another_node_and_a_spare_joins(workshop: Workshop, undisturbed: Callable[..., Path]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
@@ -15,7 +16,7 @@ from phalanx.checkpointing.format import RankFile, RunMetadata
 from phalanx.checkpointing.replicas import replica_index
 from phalanx.checkpointing.replicas.replica_index import Replica, ReplicaState
 from phalanx.checkpointing.replicas.shm_slots import RankCopy
-from phalanx.control.controller_state import Generation, Member, copy_every
+from phalanx.control.controller_state import Generation, Member, copy_every, no_room_for_replicas
 from phalanx.control.protocol import HandedOff, HandOff, Join, Order, ReplicasDiffer, StateSource, SurvivorReport
 from phalanx.control.recover import Recovery, Replanner, failure_noticed
 from phalanx.planning.planner import choose
@@ -254,3 +255,18 @@ def test_memory_every_of_the_run_file_overrides_the_default() -> None:
 def test_diverged_replicas_need_copies_in_memory() -> None:
     run = tiny_run("layout.data=2", "cluster.cpu_ranks=2", "optimizer.sync_every=2")
     assert copy_every(run, planned(run), (0, 1)) == 1
+
+
+def test_too_little_memory_for_the_default_copies_is_said_with_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    def said(*overrides: str) -> str | None:
+        run = tiny_run("layout.shard=2", "cluster.cpu_ranks=2", *overrides)
+        return no_room_for_replicas(run, replace(planned(run), parameters=1_000_000_000), (0, 1))
+
+    monkeypatch.setattr("phalanx.checkpointing.replicas.shm_slots.default_room", lambda: 20 * 2**30)
+    sentence = said()
+    assert sentence is not None and "copies of 1,000.0 M parameters take 22,888 MiB on a node" in sentence
+    assert "room for 20,480: a lost rank costs all steps since the last checkpoint" in sentence
+    assert said("checkpoint.memory_every=7") is None, "a run that asks for copies is refused before its start"
+    assert said("resilience.restarts=0") is None
+    monkeypatch.setattr("phalanx.checkpointing.replicas.shm_slots.default_room", lambda: 24 * 2**30)
+    assert said() is None

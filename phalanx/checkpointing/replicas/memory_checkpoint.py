@@ -15,6 +15,7 @@ import mmap
 import threading
 import time
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,14 +24,15 @@ import torch
 from torch import Tensor
 
 from phalanx.checkpointing.format import RankFile, RunMetadata, encode_header
+from phalanx.checkpointing.replicas.copy_pace import CopyPace
 from phalanx.checkpointing.replicas.replica_server import request
 from phalanx.checkpointing.replicas.shm_slots import ADDRESS, HANDOFF_SLOT, SLOTS, RankCopy, SlotDir
 from phalanx.checkpointing.save import Ballot, Ranks, Staging, failure_text, rank_file
 from phalanx.checkpointing.state_tensor import StateTensor, WrittenBox, as_state_tensors, written_boxes
 from phalanx.events.records import Copied, Event, Warned
 
-_MAX_INTERVAL = 1000  # steps between two copies
 _TOUCH_BYTES = 2**28  # whose pages are mapped at a time
+_TOUCH_THREADS = 4  # that map the pages of a GPU's rank, whose cores wait for the device
 _LAG = 2.0  # seconds that a step waits at most for an earlier copy: a server that takes longer hangs, and will be detected
 _PATIENCE = 600.0  # seconds that a server may take for the checksums and for sending a copy to its peer
 
@@ -52,8 +54,8 @@ class SharedStaging(Staging):
         memory = torch.frombuffer(area, dtype=torch.uint8, count=size, offset=len(self._header))
         # The pages exist already. They are mapped now, by reading each once, so that no copy waits for the system. MAP_POPULATE would
         # block other threads that allocate memory, for half a second per GiB.
-        for part in memory.split(_TOUCH_BYTES):
-            part[:: mmap.PAGESIZE].amax()
+        with ThreadPoolExecutor(_TOUCH_THREADS if self._accelerator.asynchronous else 1) as pool:
+            list(pool.map(lambda part: part[:: mmap.PAGESIZE].amax(), memory.split(_TOUCH_BYTES)))
         return memory
 
     def map(self, size: int) -> None:
@@ -72,19 +74,20 @@ def ask_server(slots: SlotDir, message: dict[str, Any]) -> dict[str, Any]:
     return request(tuple(server["address"]), server["token"], message, patience=_PATIENCE)[0]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Turn:
-    """Rank 0's decision about a copy that is due."""
+    """Rank 0's decision about a copy, for all ranks."""
 
-    off: str | None
-    """Why no copies are taken any more."""
-    number: int
-    """Identifies the copy in the ranks' shared store."""
-    slot: str
-    discard_older: bool
-    """Whether older generations may be discarded."""
     next_step: int
-    """Step from which on the next copy is due."""
+    """Step from which on rank 0 decides again."""
+    slot: str | None = None
+    """The slot to copy into; None: no copy is due yet."""
+    off: str | None = None
+    """Why no copies are taken any more."""
+    number: int = 0
+    """Identifies the copy in the ranks' shared store."""
+    discard_older: bool = False
+    """Whether older generations may be discarded."""
 
 
 class MemoryCopies:
@@ -102,19 +105,20 @@ class MemoryCopies:
         self._slots: dict[str, SharedStaging] = {}
         self._reserving: threading.Thread | None = None
         self._thread: threading.Thread | None = None
-        self._ballot: Ballot | None = None
+        self._reserved: dict[str, Ballot] = {}
+        """For each slot: whether its memory is ready on all ranks."""
+        self._ready: set[str] = set()
+        """On rank 0: the slots for which it is."""
         self._ended: list[Event] = []
         self._warned: set[str] = set()
         self._complete: dict[str, int] = {}
         """On rank 0: the steps of slots that are complete on all ranks."""
-        self._number = self._skipped = 0
+        self._skipped = 0
         self._stall = 0.0
         self._closed = False
-        self.pace: float | None = None
-        """Fraction of training time that copies may cost; copies are then as frequent as that allows. None: as frequent as `take` is called."""
+        self.pace: CopyPace | None = None
+        """Which of the steps that `take` is called for are copied. None: all of them."""
         self._next_step = 0
-        self._cost: float | None = None
-        self._last: tuple[int, float] | None = None
         self.off: str | None = None
         """Why no copies are taken; the same on all ranks."""
 
@@ -128,27 +132,31 @@ class MemoryCopies:
         self._header = encode_header([box.saved for box in self._boxes])
         # Numbered in the store, as these ranks may have copied through another MemoryCopies before.
         number = self._ranks.broadcast_object(self._ranks.store_add("copies", 1) if self._ranks.rank == 0 else 0)
-        self._ballot = Ballot(self._ranks, f"copies-{number}")
+        self._reserved = {slot: Ballot(self._ranks, f"copies-{number}-{slot}") for slot in self._slot_names}
         self._reserving = threading.Thread(target=self._reserve, name="memory for copies", daemon=True)
         self._reserving.start()
 
     def _reserve(self) -> None:
-        """In a thread: allocate both slots through the server, which knows how much is free; map them, and pin them on GPUs."""
-        assert self._ballot is not None
-        failure = None
-        try:
-            which = {"generation": self._generation, "rank": self._ranks.rank}
-            ask_server(self._slot_dir, {"op": "reserve", "bytes": self._bytes, "slots": list(self._slot_names)} | which)
-            for slot in self._slot_names:
+        """In a thread: allocate the slots through the server, which knows how much is free; map them, and pin them on GPUs. One after the
+        other: gigabytes take seconds, and the first copy needs only the first."""
+        which = {"generation": self._generation, "rank": self._ranks.rank, "bytes": self._bytes}
+        waiting = list(self._slot_names)
+        while waiting and not self._closed:
+            slot, failure = waiting.pop(0), None
+            try:
+                ask_server(self._slot_dir, {"op": "reserve", "slots": [slot], "later": waiting} | which)
                 path = self._slot_dir.slot(self._generation, self._ranks.rank, slot)
-                self._slots[slot] = SharedStaging(self._ranks.device, path, self._header)
-                self._slots[slot].map(self._bytes - len(self._header))
-        except BaseException as error:
-            failure = failure_text(error)
-        with contextlib.suppress(Exception):  # the store is gone, and the generation with it
+                staging = SharedStaging(self._ranks.device, path, self._header)
+                staging.map(self._bytes - len(self._header))
+                self._slots[slot] = staging
+            except BaseException as error:
+                failure = failure_text(error)
+            with contextlib.suppress(Exception):  # the store is gone, and the generation with it
+                if failure is not None:
+                    self._reserved[slot].fail(failure)
+                self._reserved[slot].done()
             if failure is not None:
-                self._ballot.fail(failure)
-            self._ballot.done()
+                return
 
     def take(
         self, step: int, tensors: Mapping[str, Tensor | StateTensor], metadata: RunMetadata, equal: int | None = None
@@ -166,6 +174,8 @@ class MemoryCopies:
         if self._reserving is None:
             patience = math.inf
             self.prepare(tensors)
+            assert self._reserving is not None
+            self._reserving.join()
         turn = self._ranks.broadcast_object(self._decide(step, patience, equal) if self._ranks.rank == 0 else None)
         if turn is None:
             self._skipped += 1
@@ -173,52 +183,53 @@ class MemoryCopies:
         self.off, self._next_step = turn.off, turn.next_step
         if self.off is not None:
             self._warn(f"There is no copy in memory of step {step}: ", self.off)
-            return
+        if self.off is None and turn.slot is not None:
+            self._copy(turn, turn.slot, step, as_state_tensors(tensors), metadata, started)
+
+    def _copy(
+        self, turn: _Turn, slot: str, step: int, state: Mapping[str, StateTensor], metadata: RunMetadata, started: float
+    ) -> None:
         self._join()
-        state, before = as_state_tensors(tensors), self._bytes
+        before = self._bytes
         self._boxes = written_boxes(state)
         assert self._bytes == before, "the state of a generation does not change its shape"
-        self._ballot = Ballot(self._ranks, f"copies-{turn.number}")
-        self._slot_dir.unseal(self._generation, self._ranks.rank, turn.slot)
-        self._slots[turn.slot].begin(self._boxes)
+        ballot = Ballot(self._ranks, f"copies-{turn.number}")
+        self._slot_dir.unseal(self._generation, self._ranks.rank, slot)
+        self._slots[slot].begin(self._boxes)
         self._stall = time.perf_counter() - started
         file = rank_file(self._ranks, state, self._boxes)
-        copy = _rank_copy(file, self._generation, turn.slot, step, metadata)
-        arguments = (copy, self._ballot, started, turn.discard_older)
+        copy = _rank_copy(file, self._generation, slot, step, metadata)
+        arguments = (copy, ballot, started, turn.discard_older)
         self._thread = threading.Thread(target=self._seal, args=arguments, name=f"copy of step {step}", daemon=True)
         self._thread.start()
 
     def _decide(self, step: int, patience: float, equal: int | None) -> _Turn | None:
-        """On rank 0: what to do about the copy that is due; None: skip it. `patience`: seconds to wait for the memory."""
+        """On rank 0: what to do after this step; None: the copy that is due is skipped. `patience`: seconds to wait for the memory."""
         if self._thread is not None and self._patient:
             self._thread.join(_LAG)
         if self._thread is not None and self._thread.is_alive():
             return None
-        problem = None
-        if not self._number:  # the first time: is the memory ready on all ranks? For gigabytes that takes a while
-            assert self._ballot is not None
-            if not self._wait_for_all(self._ballot, patience):
-                return None
-            problem = self._ballot.failures()
-        self._number = self._ranks.store_add("copies", 1)
+        now, next_step = time.perf_counter(), step + 1
+        if self.pace is not None and (due := self.pace.due(step, now)) > step:
+            return _Turn(next_step=due)
         keep = [max(self._complete, key=self._complete.__getitem__)] if self._complete else []
         if compares := len(self._slot_names) > 2:
             known = {slot: of for slot, of in self._complete.items() if equal is not None and of <= equal}
             keep += [max(known, key=known.__getitem__)] if known else []
         slot = min((name for name in self._slot_names if name not in keep), key=lambda name: self._complete.get(name, -1))
+        if slot not in self._ready:
+            if not self._wait_for_all(self._reserved[slot], patience):
+                return None
+            if (problem := self._reserved[slot].failures()) is not None:
+                return _Turn(next_step=next_step, off=problem)
+            self._ready.add(slot)
         self._complete.pop(slot, None)
+        if self.pace is not None:
+            next_step = self.pace.begin(step, now)
         # Before that, a corruption may need the states of the last generation.
         discard_older = self._generation > 0 and bool(known if compares else keep)
-        return _Turn(problem, self._number, slot, discard_older, step + self._interval(step))
-
-    def _interval(self, step: int) -> int:
-        """Steps until the next copy: as many as make the cost of the last one the allowed fraction of their time."""
-        now, last = time.perf_counter(), self._last
-        self._last = step, now
-        if self.pace is None or self._cost is None or last is None or step <= last[0]:
-            return 1
-        step_seconds = (now - last[1]) / (step - last[0])
-        return max(1, min(_MAX_INTERVAL, math.ceil(self._cost / (self.pace * step_seconds))))
+        number = self._ranks.store_add("copies", 1)
+        return _Turn(next_step=next_step, slot=slot, number=number, discard_older=discard_older)
 
     def _seal(self, copy: RankCopy, ballot: Ballot, started: float, discard_older: bool) -> None:
         """In a thread: when the copy is in memory, the server does the rest; rank 0 waits for all ranks."""
@@ -247,7 +258,9 @@ class MemoryCopies:
         """On rank 0, when all ranks are done."""
         failure, peers = ballot.failures(), _peer_ballot(ballot)
         skipped, self._skipped = self._skipped, 0
-        seconds, self._cost = time.perf_counter() - started, self._stall + self._slots[copy.slot].device_wait()
+        seconds, stall = time.perf_counter() - started, self._stall + self._slots[copy.slot].device_wait()
+        if self.pace is not None:
+            self.pace.end(stall)
         if failure is not None:
             self._warn(f"There is no copy in memory of step {copy.step}: ", failure)
             return
@@ -255,9 +268,7 @@ class MemoryCopies:
         if (problem := peers.failures()) is not None:
             self._warn(f"The copy in memory of step {copy.step} is not whole on a second node: ", problem)
         peer = peers.bytes == self._ranks.ranks
-        self._ended.append(
-            Copied(step=copy.step, bytes=ballot.bytes, seconds=seconds, stall=self._cost, peer=peer, skipped=skipped)
-        )
+        self._ended.append(Copied(step=copy.step, bytes=ballot.bytes, seconds=seconds, stall=stall, peer=peer, skipped=skipped))
 
     def _warn(self, what: str, reason: str) -> None:
         """Warns once for each reason: copies are taken every few steps."""
@@ -277,7 +288,7 @@ class MemoryCopies:
     def release(self) -> None:
         """Wait until the state may change."""
         started = time.perf_counter()
-        for slot in self._slots.values():
+        for slot in tuple(self._slots.values()):  # another may be added now
             slot.release()
         self._stall += time.perf_counter() - started
 

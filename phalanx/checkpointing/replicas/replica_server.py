@@ -35,7 +35,7 @@ from phalanx.events import frames
 from phalanx.events.frames import Address, Refused
 from phalanx.events.rundir import replace_private_file
 
-_CHECKSUM_THREADS = 2  # per copy: the cores are for training
+_CORES_PER_CHECKSUM_THREAD = 4  # most cores are for training; a copy that is not checked yet does not count
 _MAX_UNPROVEN = 64  # connections that have not proved the token yet
 _POLL = 1.0  # seconds between two checks whether the parent process is alive
 _MAX_MESSAGE = 256 << 20  # bytes: names and checksums of a large rank's state are a few megabytes
@@ -147,6 +147,8 @@ class ReplicaServer:
         self.address: Address = self._listener.getsockname()[:2]
         self._peers: list[tuple[int, Address]] = []
         self._reserving = threading.Lock()
+        # Of all ranks of the node: the first copy of a large state is wanted soon.
+        self._checksums = ThreadPoolExecutor(max(2, len(os.sched_getaffinity(0)) // _CORES_PER_CHECKSUM_THREAD))
         self._unproven_lock = threading.Lock()
         self._unproven: dict[socket.socket, None] = {}
         """Connections that have not proved the token yet, oldest first."""
@@ -223,7 +225,7 @@ class ReplicaServer:
         """Allocate a worker's slots, here and on the peers."""
         generation, rank, size = (int(message[key]) for key in ("generation", "rank", "bytes"))
         with self._reserving:
-            self.slots.reserve(generation, rank, size, tuple(message["slots"]))
+            self.slots.reserve(generation, rank, size, tuple(message["slots"]), tuple(message.get("later", ())))
         if message.get("for_peer") or message.get("alone"):
             return None
         problem = self._tell_peers(lambda address: request(address, self._token, message | {"for_peer": True}))
@@ -238,7 +240,7 @@ class ReplicaServer:
         ):
             if len(area) != copy.size:
                 raise ValueError(f"rank {copy.rank} has copied {copy.size} bytes into a slot of {len(area)}")
-            copy = replace(copy, sidecar=replace(copy.sidecar, crc32=_block_sums(area)))
+            copy = replace(copy, sidecar=replace(copy.sidecar, crc32=_block_sums(area, self._checksums)))
         self.slots.seal(copy)
         if message.get("alone") or not self._peers:
             return {"peer": False, "problem": None}
@@ -313,14 +315,14 @@ class ReplicaServer:
         self._peers = ring[: int(message.get("copies", 1))]
 
 
-def _block_sums(area: mmap.mmap) -> list[int]:
+def _block_sums(area: mmap.mmap, pool: ThreadPoolExecutor) -> list[int]:
     """Checksums of a slot's blocks, as a checkpoint has them."""
 
     def block_sum(begin: int) -> int:
         with view[begin : begin + BLOCK] as block:
             return zlib.crc32(block)
 
-    with memoryview(area) as view, ThreadPoolExecutor(_CHECKSUM_THREADS) as pool:
+    with memoryview(area) as view:
         return list(pool.map(block_sum, range(0, len(area), BLOCK)))
 
 

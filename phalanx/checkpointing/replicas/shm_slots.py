@@ -36,6 +36,7 @@ ADDRESS = "server.json"
 """Address and token of the node's replica server, for its workers."""
 _SEAL = ".json"
 _USABLE = 0.9  # of the free memory; the rest is for the other processes of the machine
+_DEFAULT_SHARE = 0.4  # of the free memory, for replicas that nobody asked for
 _CGROUP = Path("/sys/fs/cgroup")
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -90,18 +91,21 @@ class SlotDir:
         assert slot in (*SLOTS, HANDOFF_SLOT)
         return self.folder / f"{generation:05d}-{rank:05d}-{slot}{SUFFIX}"
 
-    def reserve(self, generation: int, rank: int, size: int, slots: tuple[str, ...]) -> None:
+    def reserve(self, generation: int, rank: int, size: int, slots: tuple[str, ...], later: tuple[str, ...] = ()) -> None:
         """Allocate a rank's slots now: a worker that copies into a full file system would be killed. OSError, with the numbers, if there
-        is too little memory."""
-        paths = [self.slot(generation, rank, slot) for slot in slots]
-        missing = [path for path in paths if not (path.exists() and path.stat().st_size == size)]
-        need, free = len(missing) * size, free_bytes(self.folder)
-        if need > _USABLE * free:
+        is too little memory for them and for those that are allocated later."""
+
+        def missing(slots: tuple[str, ...]) -> list[Path]:
+            paths = (self.slot(generation, rank, slot) for slot in slots)
+            return [path for path in paths if not (path.exists() and path.stat().st_size == size)]
+
+        count, free = len(missing((*slots, *later))), free_bytes(self.folder)
+        if (need := count * size) > _USABLE * free:
             raise OSError(
-                f"memory replicas of rank {rank} need {need / 2**20:,.0f} MiB ({len(missing)} times {size / 2**20:,.0f}), but "
+                f"memory replicas of rank {rank} need {need / 2**20:,.0f} MiB ({count} times {size / 2**20:,.0f}), but "
                 f"{self.folder} has {free / 2**20:,.0f} MiB free, of which {_USABLE:.0%} may be used"
             )
-        for path in missing:
+        for path in missing(slots):
             path.with_suffix(_SEAL).unlink(missing_ok=True)
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
@@ -165,6 +169,14 @@ def free_bytes(folder: Path) -> int:
     """Bytes that can be allocated in a folder in memory: limited by its file system, often small in a container, and by the machine."""
     status = os.statvfs(folder)
     return min(status.f_bavail * status.f_frsize, free_memory())
+
+
+def default_room() -> float:
+    """Bytes that replicas may take on this machine if the run file does not ask for them. The file system has few other users; the memory
+    behind it has many."""
+    root = default_root()
+    status = os.statvfs(root if root.is_dir() else root.parent)
+    return min(_USABLE * status.f_bavail * status.f_frsize, _DEFAULT_SHARE * free_memory())
 
 
 def free_memory() -> int:
