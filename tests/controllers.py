@@ -32,7 +32,7 @@ class OrdersKept(Control):
     """Leads one generation. `agent` has what the tested part needs of its node, besides the run."""
 
     def __init__(self, generation: Generation, resilience: Resilience | None = None, **agent: Any):
-        run = SimpleNamespace(resilience=resilience or Resilience(), memory=Memory())
+        run = SimpleNamespace(resilience=resilience or Resilience(), memory=Memory(), resumable=True)
         super().__init__(cast(NodeServices, SimpleNamespace(run=run, plan=generation.plan, **agent)), term=1)
         self.state.generation = generation
         self.orders: list[Order] = []

@@ -56,6 +56,11 @@ def locate(path: Path | str) -> Location:
 
 def no_checkpoint_message(path: Path | str, places: list[Location], damaged: list[directory.DamagedCheckpoint]) -> str:
     """Why there is no checkpoint to load."""
+    if saves_none(open_location(path)):
+        return (
+            f"{path} is of a run with checkpoint.save = false, which has saved no checkpoint: train it again without that key, or name another "
+            "directory."
+        )
     why = "; ".join(str(bad) for bad in damaged) or f"there is none in {' or '.join(map(str, places))}"
     return f"{path} has no checkpoint to load ({why}): train first, or name another directory."
 
@@ -93,7 +98,8 @@ def checkpoint_locations(place: Location) -> list[Location]:
         return [place.parent]
     settings, inside = checkpoint_settings(place), place / "checkpoints"
     url = settings.get("url")
-    if isinstance(url, str):
+    # A run that saves none has nothing at its URL; there may be another run.
+    if isinstance(url, str) and settings.get("save") is not False:
         return [inside, open_location(url)] if settings.get("local_first") is True else [open_location(url)]
     if inside.is_folder() or not any(name.startswith("step-") for name in place.entries()):
         return [inside]
@@ -107,6 +113,11 @@ def checkpoint_settings(place: Location) -> Mapping[str, object]:
     except (OSError, ValueError):
         return {}
     return table if isinstance(table, dict) else {}
+
+
+def saves_none(place: Location) -> bool:
+    """Whether a run directory, or its folder of checkpoints, is of a run that saves no checkpoints."""
+    return checkpoint_settings(place.parent if place.name == "checkpoints" else place).get("save") is False
 
 
 def _with_run(checkpoint: Location, run_dir: Location | None = None) -> FoundCheckpoint:

@@ -24,6 +24,7 @@ from phalanx.checkpointing.find_checkpoint import (
     is_checkpoint,
     locate,
     no_checkpoint_message,
+    saves_none,
 )
 from phalanx.checkpointing.location import Local
 from phalanx.cli.options import CHECKPOINT, AsJson, parse_size
@@ -54,6 +55,8 @@ def list_(path: Annotated[str, Argument(help=_PLACE, metavar="PATH")], json: AsJ
     """List checkpoints and leftovers of interrupted saves, newest first: step, size, time, layout and problems."""
     found = []
     place = existing_location(path)
+    if saves_none(place) and not directory.list_checkpoints(*checkpoint_locations(place)):
+        raise RunError(no_checkpoint_message(path, [], []))
     alone = is_checkpoint(place) and directory.step_of(place) is None  # a renamed checkpoint, which no folder lists
     for checkpoints in [place] if alone else checkpoint_locations(place):
         infos = [checkpoint_info.describe(place)] if alone else checkpoint_info.listing(checkpoints)

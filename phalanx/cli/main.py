@@ -1,6 +1,7 @@
 """The `phalanx` command: registers the verbs and turns errors into exit codes.
 
 0: success. 1: a run or a proof failed. 2: refused before anything started. 75: stopped on request, saved, can be resumed.
+130: stopped on request, not saved.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from typer import Option
 
 from phalanx.cli.options import AsJson, Hosts, Overrides, RunFile, launcher_settings
 from phalanx.cli.output import console, finish, follow_job, print_error, print_json, print_summary
-from phalanx.control.protocol import RESUMABLE
+from phalanx.control.protocol import NOT_SAVED, RESUMABLE, stop_code
 from phalanx.dashboard.data_tables import tokenizing
 from phalanx.dashboard.progress import display
 from phalanx.events.log import EventLog, EventReader
@@ -36,6 +36,9 @@ from phalanx.spec.plan import Place
 from phalanx.spec.run import Run
 
 _PREPARATION_TIMEOUT = 7 * 86400.0  # seconds that the other ranks wait for rank 0, which may tokenize a large corpus
+_NOT_SAVED = (
+    "Stopped. Nothing was saved (checkpoint.save = false): the run cannot be resumed, and would start again from step 0."
+)
 _TORCHRUN_STOPS = 60.0  # seconds within which torchrun ends a rank after another one has ended
 
 
@@ -104,6 +107,8 @@ def _train(run: Run, name: str, request: Request, chaos: str, *, json: bool) -> 
     if job.exit_code == RESUMABLE:
         again = f"with --run-dir {prepared.rundir.path} instead of --fresh" if request.fresh else "again"
         console.print(f"Stopped and saved. To resume, run the same command {again}.", style="yellow", soft_wrap=True)
+    elif job.exit_code == NOT_SAVED and not run.resumable:
+        console.print(_NOT_SAVED, style="yellow", soft_wrap=True)
     finish(json, summary.to_json(prepared.rundir.path) | ({"error": [job.failure.reason]} if job.failure else {}))
     return job.exit_code or 0
 
@@ -204,8 +209,11 @@ def _follow_submitted(job: SubmittedJob, run: Run, rundir: RunDir, reader: Event
         return 0
     summary = print_summary(rundir)
     console.print(f"{job.title}: {state}", style="dim", soft_wrap=True)
+    code = job.exit_code(state)
+    if code == RESUMABLE and not run.resumable:
+        console.print(_NOT_SAVED, style="yellow", soft_wrap=True)
     finish(json, summary.to_json(rundir.path))
-    return job.exit_code(state)
+    return stop_code(run) if code == RESUMABLE else code
 
 
 def _train_under_torchrun(place: Place, run_file: Path, overrides: list[str], request: Request, json: bool) -> int:
@@ -256,6 +264,8 @@ def _train_under_torchrun(place: Place, run_file: Path, overrides: list[str], re
         code = 1
     if prepared is not None:
         summary = print_summary(rundir)
+        if code == NOT_SAVED:
+            console.print(_NOT_SAVED, style="yellow", soft_wrap=True)
         if json:
             print_json(summary.to_json(rundir.path))
     return code

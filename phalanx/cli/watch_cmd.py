@@ -84,6 +84,8 @@ def status(run_dir: RunDirectory, json: AsJson = False) -> None:
             console.print(f"  {at}: {event.action} in {event.seconds:.1f} s{lost}", soft_wrap=True)
     if summary.checkpoint is not None:
         console.print(f"  checkpoint {summary.checkpoint}", markup=False, soft_wrap=True)
+    elif not _saves(events):
+        console.print("  no checkpoint: checkpoint.save = false", soft_wrap=True)
     finish(json, result)
 
 
@@ -125,7 +127,7 @@ def stop(
     run_dir: RunDirectory,
     wait: Annotated[bool, Option("--wait/--no-wait", help="Wait until the run has saved and ended.")] = True,
 ) -> None:
-    """Ask a run to save and end, as SIGTERM to its launcher would. The same `phalanx train` resumes it."""
+    """Ask a run to save and end, as SIGTERM to its launcher would. The same `phalanx train` resumes it, unless checkpoint.save = false."""
     from phalanx.launch.kubernetes import find_job, note_end
 
     rundir = _run(run_dir)
@@ -147,7 +149,9 @@ def stop(
             note_end(rundir, job)
     if wait:
         _catch_up(rundir)
-        console.print(f"{run_dir}: {_state(rundir, launch_events(rundir.events_file))}", soft_wrap=True)
+        events = launch_events(rundir.events_file)
+        saved = "" if _saves(events) else "; nothing was saved (checkpoint.save = false), and it cannot be resumed"
+        console.print(f"{run_dir}: {_state(rundir, events)}{saved}", markup=False, soft_wrap=True)
 
 
 def _run(run_dir: Path) -> RunDir:
@@ -175,6 +179,10 @@ def _state(rundir: RunDir, events: list[Event]) -> str:
     if isinstance(ending, WorkerFailed):
         return f"failed: {ending.reason}"
     return "interrupted" if ending is None else "finished" if isinstance(ending, Finished) else "stopped"
+
+
+def _saves(events: list[Event]) -> bool:
+    return all(event.saves for event in events if isinstance(event, RunStarted))
 
 
 def _print(line: LogLine) -> None:

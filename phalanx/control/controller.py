@@ -252,7 +252,7 @@ class Controller(Control):
         if generation is None or not generation.complete:
             return False
         self._watchdog.record_recovery(generation)
-        code = protocol.RESUMABLE if protocol.RESUMABLE in generation.ended.values() else 0
+        code = next(filter(None, generation.ended.values()), 0)
         if self.agent.run.command.program is not None:  # no rank knows that all of them are done
             self.agent.emit(Stopped(step=0, reason=self.agent.stopping or "asked to stop") if code else Finished(step=0))
         self.end(code)
@@ -290,14 +290,13 @@ async def _start(control: Control, replanner: Replanner) -> None:
 
 async def _data_is_prepared(control: Control) -> bool:
     """Wait for hosts that still tokenize, as long as that takes; False if the run was asked to stop meanwhile, and ends."""
-    state, agent = control.state, control.agent
+    state = control.state
     await control.until(
         lambda: state.stop_requested is not None or not any(member.preparing for member in state.members.values()), float("inf")
     )
     if not any(member.preparing for member in state.members.values()):
         return True
-    agent.emit(Stopped(step=0, reason=agent.stopping or "asked to stop"))
-    control.end(protocol.RESUMABLE)
+    control.end_stopped(0)
     return False
 
 

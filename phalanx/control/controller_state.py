@@ -19,7 +19,7 @@ from phalanx.control.processes import BYTES_PER_PARAMETER
 from phalanx.control.store_server import KeyValueStore
 from phalanx.events.frames import Address, to_body
 from phalanx.events.heartbeat import Beat
-from phalanx.events.records import FaultInjected, HostRejected, Warned, WorkerFailed
+from phalanx.events.records import FaultInjected, HostRejected, Stopped, Warned, WorkerFailed
 from phalanx.faults.grammar import parse
 from phalanx.host.host_check import DeviceResult
 from phalanx.recovery import state as policy
@@ -275,6 +275,7 @@ class ControllerState:
             first_step=self.first_step,
             settings=run.resilience,
             counts_steps=run.command.program is None,
+            saves=run.checkpoint.save,
             batch=run.batch if run.command.program is None else None,
         )
 
@@ -527,6 +528,12 @@ class Control:
         servers = {node: self.state.members[node].replica_server for node in self.state.nodes()}
         await asyncio.to_thread(replica_index.set_peers, servers, self.agent.token, self.agent.run.checkpoint.memory_copies)
 
+    def end_stopped(self, step: int) -> None:
+        """End the run, which was asked to stop, after this step, whose state needs no saving."""
+        run, reason = self.agent.run, self.agent.stopping or "asked to stop"
+        self.agent.emit(Stopped(step=step, reason=reason, saved=run.resumable))
+        self.end(protocol.stop_code(run))
+
     def end(self, code: int, reason: str | None = None, rank: int | None = None, traceback: str = "") -> None:
         """End the run: tell all other nodes, then this one."""
         if reason is not None:
@@ -568,8 +575,8 @@ def no_room_for_replicas(run: Run, plan: Plan, assignment: Sequence[int]) -> str
         return None
     return (
         f"The state is not copied into host memory, because copies of {plan.parameters / 1e6:,.1f} M parameters take "
-        f"{need / 2**20:,.0f} MiB on a node, and there is room for {room / 2**20:,.0f}: a lost rank costs all steps since the last "
-        "checkpoint. To copy all the same, set checkpoint.memory_every; a container may need more shared memory (--shm-size)."
+        f"{need / 2**20:,.0f} MiB on a node, and there is room for {room / 2**20:,.0f}: a lost rank costs all steps since "
+        f"{'the last checkpoint' if run.checkpoint.save else 'the first'}. To copy all the same, set checkpoint.memory_every; a container may need more shared memory (--shm-size)."
     )
 
 

@@ -17,8 +17,17 @@ from phalanx.host.host_report import HostReport
 from phalanx.host.link_probe import LinkSpeed
 from phalanx.recovery.diagnose import HangReport
 from phalanx.spec.plan import Place, Plan
+from phalanx.spec.run import Run
 
-RESUMABLE = 75  # exit code of a run that was asked to stop, has saved and can be resumed (EX_TEMPFAIL)
+RESUMABLE = 75
+"""Exit code of a run that was asked to stop, has saved and can be resumed (EX_TEMPFAIL)."""
+NOT_SAVED = 130
+"""Exit code of a run that was asked to stop and has not saved: it was asked twice, or saves no checkpoints."""
+
+
+def stop_code(run: Run) -> int:
+    """Exit code of a run that was asked to stop once."""
+    return RESUMABLE if run.resumable else NOT_SAVED
 
 
 # --- values inside messages -----------------------------------------------------------------------------------------

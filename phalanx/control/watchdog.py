@@ -12,7 +12,7 @@ from phalanx.control import protocol
 from phalanx.control.controller_state import Control, Generation
 from phalanx.control.recover import Recovery, Replanner, discard_replicas
 from phalanx.events.heartbeat import Beat
-from phalanx.events.records import Recovered, Stopped, Straggling, Warned
+from phalanx.events.records import Recovered, Straggling, Warned
 from phalanx.events.rundir import RunDir
 from phalanx.recovery.diagnose import Diagnosis, HangReport, Report, diagnose
 from phalanx.recovery.state import Failure
@@ -111,8 +111,9 @@ class Watchdog:
             events.append(Failure(cause, None, step, reason))
 
     async def _check_stop(self, generation: Generation) -> None:
-        """Ranks that were asked to stop end at the next step. If that takes too long, a new generation saves the state."""
-        state, agent = self._control.state, self._control.agent
+        """Ranks that were asked to stop end at the next step. If that takes too long, a new generation saves the state, unless the run
+        saves no checkpoints."""
+        state = self._control.state
         if state.stop_requested is None or state.saving or generation.ended:
             return
         if time.monotonic() - state.stop_requested < _NOTICE_FRACTION * self._control.settings.preemption_notice:
@@ -122,9 +123,9 @@ class Watchdog:
             return
         state.saving = True
         if generation.untouched:
-            step = max(generation.restored.values(), default=0)
-            agent.emit(Stopped(step=step, reason=agent.stopping or "asked to stop"))
-            self._control.end(protocol.RESUMABLE)
+            self._control.end_stopped(max(generation.restored.values(), default=0))
+        elif not self._control.agent.run.resumable:
+            self._control.end_stopped(generation.step or 0)
         else:
             await Recovery(self._control, self._replanner, save_only=True).run()
 

@@ -124,9 +124,10 @@ def promise(candidate: Candidate) -> list[tuple[str, str, str]]:
         ("memory", size(candidate.bytes), f"of {size(candidate.capacity)}"),
         ("whole run", days(candidate.days), interval(ranges["days"], days)),
     ]
-    if candidate.save_every is not None:
+    if candidate.save_every is not None or candidate.goodput < 1:
+        saving = "no checkpoint is saved" if candidate.save_every is None else f"saving every {duration(candidate.save_every)}"
         rows += [
-            ("goodput", percent(candidate.goodput), f"saving every {duration(candidate.save_every)}"),
+            ("goodput", percent(candidate.goodput), saving),
             ("with failures", days(candidate.expected_days), interval(ranges["expected_days"], days)),
         ]
     rows.append(("device-hours", count(candidate.gpu_hours), interval(ranges["gpu_hours"], count)))

@@ -31,7 +31,6 @@ _ACTIONS = {
 }
 _PLAIN_LINES: dict[type[Event], tuple[str, str]] = {
     records.Warned: ("warning: {event.message}", "yellow"),
-    records.Stopped: ("stopped after step {event.step}: {event.reason}", "yellow"),
     records.UploadFailed: (
         "step {event.step}  NOT UPLOADED to {event.url}: {event.reason}; it remains in the run directory",
         "bold red",
@@ -230,6 +229,9 @@ def _line(event: Event) -> tuple[str, str] | None:
         case records.WorkerFailed():
             who = "a worker" if event.rank is None else f"rank {event.rank}"
             return f"{who} failed: {event.reason}", "bold red"
+        case records.Stopped():
+            saved = "" if event.saved else "; nothing was saved"
+            return f"stopped after step {event.step}: {event.reason}{saved}", "yellow"
         case records.Restored():
             return f"restored step {event.step} from {_name(event.path)} in {duration(event.seconds)}", "green"
         case records.Saved():

@@ -37,7 +37,7 @@ _ACTIONS = {
     "end": "given up and restarted by a person",
     "maintenance": "planned pauses",
 }
-_SOURCES = {"replicas": "on other ranks", "memory": "in host memory", "disk": "on disk"}
+_SOURCES = {"replicas": "on other ranks", "memory": "in host memory", "disk": "on disk", "none": "kept nowhere"}
 _MESSAGE_COLORS = {"pipeline": "#0f766e", "data": "#9333ea", "expert": "#dc2626", "tensor": "#ea580c", "context": "#0891b2"}
 _TAIL_COLOR = "#334155"
 _BAR = 40
@@ -87,6 +87,8 @@ def _most_frequent(counts: Mapping[str, float]) -> str:
 
 
 def _save_interval(report: SimulationReport) -> str:
+    if report.keep == "none":
+        return ": a failure sends the run back to its beginning"
     if report.interval_seconds is None:
         return ": failures need no saves"
     best = f" (best of the closed form: {duration(report.best_interval_seconds)})" if report.best_interval_seconds else ""

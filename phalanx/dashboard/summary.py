@@ -106,6 +106,7 @@ class Summary:
         """Steps of the whole run."""
         self.ranks = started.ranks if started else 0
         self.parameters = started.parameters if started else 0
+        self._saves = started.saves if started else True
         self.promise = started.promise if started else None
         """What the plan promised; None if it made no promise."""
         self.tokens_per_second = _warm_median([step.tokens_per_second for step in steps])
@@ -130,7 +131,7 @@ class Summary:
 
     def to_json(self, run_dir: Path | str) -> dict[str, Any]:
         """Returns the summary for programs. Numbers that JSON lacks become strings, as in events.jsonl."""
-        table = {name: value for name, value in vars(self).items() if name != "promise"}
+        table = {name: value for name, value in vars(self).items() if name not in ("promise", "_saves")}
         promised = {f"promised_{name}": getattr(self.promise, key, None) for name, key in _PROMISED.items()}
         return {key: records.plain(value) for key, value in (table | promised).items()} | {"run_dir": str(run_dir)}
 
@@ -182,6 +183,8 @@ class Summary:
         if self.checkpoint is not None:
             yield "checkpoint", self.checkpoint
             yield "generate", f"phalanx generate {shlex.quote(str(run_dir))}"
+        elif not self._saves:
+            yield "checkpoint", "none: checkpoint.save = false"
 
 
 def _warm_median(values: Sequence[float | None]) -> float | None:

@@ -46,6 +46,8 @@ class RunStarted(Event):
     """What the plan expects of the run; None: nothing is promised."""
     program: list[str] = field(default_factory=list)
     """The program of `phalanx launch`, and its arguments. Steps, parameters and batch are 0 then."""
+    saves: bool = True
+    """Whether it saves checkpoints; False with `checkpoint.save = false`."""
 
 
 class HostsChecked(Event):
@@ -403,10 +405,12 @@ class FaultInjected(Event):
 
 
 class Stopped(Event):
-    """The run was asked to stop and has saved; it can be resumed."""
+    """The run was asked to stop. If it has saved, it can be resumed."""
 
     step: int
     reason: str
+    saved: bool = True
+    """False with `checkpoint.save = false`."""
 
 
 class Finished(Event):

@@ -25,6 +25,7 @@ class RunDir:
         self.request_file = path / "request.toml"
         self.exit_file = self.control / "exit_code"
         self.stop_file = self.control / "stop"
+        self.job_file = path / "kubernetes.json"
         self._lock: int | None = None
 
     @property
@@ -63,6 +64,11 @@ class RunDir:
     def launch_id(self, value: str) -> None:
         self.control.mkdir(exist_ok=True)
         replace_file(self.control / "launch", value)
+
+    @property
+    def job_is_running(self) -> bool:
+        """Whether a Kubernetes job that writes its records here has not ended, as far as this machine knows: it can be followed again."""
+        return self.job_file.is_file() and self.launch_id is not None and not self.exit_file.exists()
 
     def rank_log(self, rank: int) -> Path:
         """Output of a rank."""

@@ -70,10 +70,11 @@ class HostGroup(ABC):
         ]
         problems += _messages(shortages(self._names, reports, str(rundir.path.absolute())))
         blind = [name for name, report in zip(self._names, reports, strict=True) if not report.sees_run_dir]
-        if blind and self._run.checkpoint.url is None:
+        if blind and self._run.checkpoint.save and self._run.checkpoint.url is None:
             problems.append(
                 f"{', '.join(blind)} cannot see the run directory {rundir.path.absolute()}, where checkpoints are saved: set checkpoint.url "
-                "to storage that every host reaches, such as s3://bucket/folder, or choose a --run-dir on a shared file system."
+                "to storage that every host reaches, such as s3://bucket/folder, choose a --run-dir on a shared file system, or save none with "
+                "checkpoint.save = false."
             )
         refuse(problems)
 

@@ -16,7 +16,7 @@ from queue import Empty, SimpleQueue
 
 from phalanx._version import __version__
 from phalanx.checkpointing.replicas import shm_slots
-from phalanx.control.protocol import AgentSettings, NodeAway, Outcome, Stop
+from phalanx.control.protocol import NOT_SAVED, AgentSettings, NodeAway, Outcome, Stop
 from phalanx.events.log import EventLog, EventReader
 from phalanx.events.records import Event, RunStarted, Warned, WorkerFailed
 from phalanx.host.interfaces import address_of
@@ -25,7 +25,6 @@ from phalanx.launch.prepare import Prepared
 from phalanx.launch.registry_server import RegistryServer
 from phalanx.spec.errors import RunFailed
 
-FORCED_EXIT = 130  # exit code of a run that was ended at once without saving, after a second request to stop
 _POLL = 0.1  # seconds between two reads of the event log
 _STATE_SECONDS = 0.5  # between two messages with the state of the registry, which are also the launcher's sign of life
 _DISK_CHECK = 1.0  # seconds between two checks whether the disk is full
@@ -48,6 +47,7 @@ def first_events(prepared: Prepared) -> list[Event]:
         compute=plan.compute,
         promise=plan.promise,
         program=list(run.command.program or ()),
+        saves=run.resumable,
     )
     return [started, *(Warned(message=notice) for notice in prepared.notices)]
 
@@ -247,7 +247,7 @@ class Job:
     def _conclude(self) -> None:
         """The run is over, or all agents are gone: set `exit_code` and `failure`."""
         if self._forced:
-            self.exit_code = FORCED_EXIT
+            self.exit_code = NOT_SAVED
             return
         begin = time.monotonic()
         while (waited := time.monotonic() - begin) < _SHUTDOWN:

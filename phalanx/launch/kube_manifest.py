@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from phalanx.control.protocol import RESUMABLE
+from phalanx.control.protocol import NOT_SAVED, RESUMABLE
 from phalanx.launch.kube_api import Object, read_yaml
 from phalanx.launch.kube_objects import (
     Affinity,
@@ -64,8 +64,8 @@ HOME = "/run/phalanx"
 """Folder of the pods in which the files of a run are."""
 CONTAINER = "node"
 RUN_LABEL = "phalanx/run"
-FAILED = (1, 2)
-"""Exit codes of `phalanx node` after which no other pod needs to go on: the run has failed, or cannot start."""
+FAILED = (1, 2, NOT_SAVED)
+"""Exit codes of `phalanx node` after which no other pod needs to go on: the run has failed, cannot start, or was stopped without being saved."""
 _ALIVE = f"{HOME}/work/alive"
 _MARGIN = 20  # seconds that the processes of a pod have to end after the run has saved
 _KEEP = 7 * 86400  # seconds that a finished job and its logs stay
@@ -93,10 +93,11 @@ def problems(run: Run) -> list[str]:
     found = []
     if settings.image is None:
         found.append(f"{table}.image is missing: name a container image with Phalanx, such as registry.example.com/phalanx:1.")
-    if settings.volume is None and run.checkpoint.url is None and run.command.program is None:  # a program saves where it likes
+    saves = run.checkpoint.save and run.command.program is None  # a program saves where it likes
+    if saves and settings.volume is None and run.checkpoint.url is None:
         found.append(
             f"The pods share no folder for checkpoints: set {table}.volume to a PersistentVolumeClaim that many pods can write "
-            "(ReadWriteMany), or checkpoint.url to an object store, such as s3://bucket/folder."
+            "(ReadWriteMany), or checkpoint.url to an object store, such as s3://bucket/folder; or save none with checkpoint.save = false."
         )
     for name, value in (("namespace", settings.namespace), ("volume", settings.volume), ("secret", settings.secret)):
         if value is not None and not _NAME.fullmatch(value):

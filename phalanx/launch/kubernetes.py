@@ -16,7 +16,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import datetime
-from pathlib import Path
 from queue import Empty, SimpleQueue
 
 from phalanx.control.protocol import RESUMABLE
@@ -135,7 +134,7 @@ def submit(api: KubeApi, run: Run, rundir: RunDir) -> KubernetesJob:
         rundir.launch_id = running.name
         replace_file(rundir.run_file, dump(run))
         about = {"kind": kind, "name": running.name, "namespace": api.namespace, "context": run.cluster.kubernetes.context}
-        replace_file(_about(rundir), json.dumps(about))
+        replace_file(rundir.job_file, json.dumps(about))
     follower = PodFollower(running, rundir)
     follower.start()
     return KubernetesJob(running.api, running.kind, running.name, follower)
@@ -144,7 +143,7 @@ def submit(api: KubeApi, run: Run, rundir: RunDir) -> KubernetesJob:
 def find_job(rundir: RunDir) -> KubernetesJob | None:
     """The job whose run directory this is; None if it is of no Kubernetes job."""
     try:
-        about = json.loads(_about(rundir).read_text())
+        about = json.loads(rundir.job_file.read_text())
     except (OSError, ValueError):
         return None
     api = connect(Kubernetes(namespace=about["namespace"], context=about["context"]))
@@ -167,10 +166,6 @@ def note_end(rundir: RunDir, job: KubernetesJob) -> None:
     if (state := job.ended()) is not None:
         rundir.control.mkdir(exist_ok=True)
         replace_file(rundir.exit_file, f"{job.exit_code(state)}\n")
-
-
-def _about(rundir: RunDir) -> Path:
-    return rundir.path / "kubernetes.json"
 
 
 def _missing(api: KubeApi, settings: Kubernetes) -> Iterator[str]:

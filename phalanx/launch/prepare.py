@@ -16,7 +16,7 @@ from phalanx.checkpointing import directory
 from phalanx.checkpointing.location import open_location
 from phalanx.data.dataset import Dataset, open_dataset
 from phalanx.events.log import read_events
-from phalanx.events.records import Finished
+from phalanx.events.records import Finished, Step
 from phalanx.events.rundir import RunDir, replace_file
 from phalanx.host.probe import this_machine
 from phalanx.launch import run_checks
@@ -104,7 +104,7 @@ def prepare(
     if ranks is None:
         problems += run_checks.replica_problems(planned.run, planned.plan)
     refuse(problems)
-    notices = (*run_checks.data_notices(data), *run_checks.replica_notices(run, torchrun=ranks is not None))
+    notices = (*run_checks.data_notices(data), *run_checks.checkpoint_notices(run, torchrun=ranks is not None))
     rundir = choose_directory(run, name, request)
     try:
         if (last := _last_plan(rundir)) is not None:
@@ -172,6 +172,10 @@ def _use_directory(directory: Path, run: Run, fresh: bool) -> RunDir:
             f"--run-dir {directory} holds a run with other settings ({'; '.join(differences)}): name another directory, "
             "or undo the change to continue that run."
         )
+    if rundir.exists and (reason := _unresumable(rundir, run)):
+        raise RunError(
+            f"--run-dir {directory} {reason}: name another directory, or remove this one, to start again from step 0."
+        )
     _create(rundir)
     if not rundir.acquire():
         raise RunError(f"--run-dir {directory} is in use by a running job: wait for it, stop it, or name another directory.")
@@ -185,6 +189,8 @@ def _choose_directory(base: Path, run: Run, fresh: bool) -> RunDir:
         rundir = RunDir(base if number == 1 else base.with_name(f"{base.name}-{number}"))
         number += 1
         if rundir.exists and (fresh or _is_finished(rundir) or _is_import(rundir) or _differs(rundir, run)):
+            continue
+        if rundir.exists and _unresumable(rundir, run):
             continue
         _create(rundir)
         if rundir.acquire():
@@ -201,6 +207,18 @@ def _is_import(rundir: RunDir) -> bool:
 
 def _is_finished(rundir: RunDir) -> bool:
     return any(isinstance(event, Finished) for event in read_events(rundir.events_file))
+
+
+def _unresumable(rundir: RunDir, run: Run) -> str | None:
+    """Why this run cannot continue in the directory of a run that has taken steps: one of the two saves no checkpoints."""
+    saved = load(rundir.run_file).resumable
+    if (saved and run.resumable) or rundir.job_is_running:
+        return None
+    if not any(isinstance(event, Step) for event in read_events(rundir.events_file)):
+        return None
+    if not saved:
+        return "holds a run that saved nothing (checkpoint.save = false) and cannot be resumed"
+    return "holds a run that saves checkpoints, and a run with checkpoint.save = false resumes none"
 
 
 def _differs(rundir: RunDir, run: Run) -> bool:
@@ -226,9 +244,12 @@ def _create(rundir: RunDir) -> None:
 def _check_resumption(rundir: RunDir, planned: PlannedRun, data: Dataset, request: Request) -> tuple[bool, list[str]]:
     """Whether there is a checkpoint to resume from, and notices about it.
 
-    A run whose text has changed is not resumed unless the user asks: its position in the data means something else now.
+    A run whose text has changed is not resumed unless the user asks: its position in the data means something else now. A run that saves no
+    checkpoints has a directory of its own, and begins at step 0.
     """
     run, plan = planned.run, planned.plan
+    if not run.checkpoint.save:
+        return False, []
     searched = run_checks.locations(run, rundir)
     path, _ = directory.newest(searched)
     if path is None:

@@ -37,6 +37,7 @@ NO_COPIES = (
     "checkpoint.memory_every has no effect under torchrun, which ends all processes of a machine together: start with `phalanx train`, "
     "or rely on checkpoint.every."
 )
+NO_CHECKPOINTS = "checkpoint.save = false: nothing is saved, not even at the end, and this run cannot be resumed."
 _DISK_SLACK = 16 << 20  # bytes for logs, events and the loss curve
 _EXTRAS = {"s3": "s3", "s3a": "s3"}  # extras of this package by fsspec's name of the storage
 _COMMON_STORES = "s3://, gs:// or az://"
@@ -109,29 +110,34 @@ def try_writing(folder: Path) -> None:
 
 
 def space_problems(run: Run, plan: Plan, run_dir: Path) -> Iterator[str]:
-    """Where there is too little space for checkpoints or offloaded optimizer states. `run_dir` need not exist yet."""
+    """Where there is too little space for checkpoints, logs or offloaded optimizer states. `run_dir` need not exist yet."""
     state, parameters = plan.parameters * BYTES_PER_PARAMETER, f"{plan.parameters / 1e6:,.1f} M parameters"
-    if run.checkpoint.url is None or run.checkpoint.local_first:
+    layout, offloads = plan.layout, run.memory.offload == "nvme"
+    offloaded = state * (layout.ranks // (layout.pipeline * layout.shard * layout.tensor))  # each replica has states of its own
+    if not run.checkpoint.save or run.checkpoint.url is None or run.checkpoint.local_first:
         existing = next(parent for parent in (run_dir.absolute(), *run_dir.absolute().parents) if parent.exists())
         free = shutil.disk_usage(existing).free
         # A new checkpoint is complete before an old one is removed, so there must be room for one more than is already there.
-        if free < (need := state + _DISK_SLACK):
+        need, what, remedy = state, f"one checkpoint of {parameters} takes", ", or save none with checkpoint.save = false"
+        if not run.checkpoint.save:
+            need, what, remedy = 0, "logs and events take", ""
+            if offloads and run.memory.offload_path is None:
+                need, what = offloaded, f"the optimizer states and master weights of {parameters} take"
+        if free < (need := need + _DISK_SLACK):
             yield (
-                f"The disk of the run directory {run_dir} has {_mib(free)} free, but one checkpoint of {parameters} takes {_mib(need)}: "
-                "free some space or choose another disk with --run-dir."
+                f"The disk of the run directory {run_dir} has {_mib(free)} free, but {what} {_mib(need)}: "
+                f"free some space or choose another disk with --run-dir{remedy}."
             )
-    if run.memory.offload == "nvme" and run.memory.offload_path is not None:  # by default it is in the run directory
+    if offloads and run.memory.offload_path is not None:  # by default it is in the run directory
         folder, key = Path(run.memory.offload_path).expanduser(), f'memory.offload_path = "{run.memory.offload_path}"'
         try:
             try_writing(folder)
         except OSError as error:
             yield f"{key} cannot be written ({error.strerror}): name a folder on a fast local disk, or remove the key."
             return
-        layout = plan.layout
-        replicas = layout.ranks // (layout.pipeline * layout.shard * layout.tensor)  # each has optimizer states of its own
-        if (free := shutil.disk_usage(folder).free) < (need := state * replicas):
+        if (free := shutil.disk_usage(folder).free) < offloaded:
             yield (
-                f"{key} has {_mib(free)} free, but the optimizer states and master weights of {parameters} take {_mib(need)} there: "
+                f"{key} has {_mib(free)} free, but the optimizer states and master weights of {parameters} take {_mib(offloaded)} there: "
                 "free some space or name another folder."
             )
 
@@ -161,7 +167,7 @@ def replica_problems(run: Run, plan: Plan) -> Iterator[str]:
 def storage_problems(run: Run) -> list[str]:
     """Why checkpoints cannot be stored at checkpoint.url. Tries to write there."""
     url = run.checkpoint.url
-    if url is None:
+    if url is None or not run.checkpoint.save:
         return []
     key = f"checkpoint.url = {toml(url)}"
     protocol = url.partition("://")[0] if "://" in url else "file"
@@ -239,11 +245,12 @@ def check_lost(locations: list[Location], rundir: RunDir) -> None:
         )
 
 
-def replica_notices(run: Run, *, torchrun: bool) -> list[str]:
-    """Limits of the in-memory replicas that the run file asks for."""
+def checkpoint_notices(run: Run, *, torchrun: bool) -> list[str]:
+    """That no checkpoint is saved, and limits of the in-memory replicas that the run file asks for."""
+    notices = [] if run.checkpoint.save else [NO_CHECKPOINTS]
     if run.checkpoint.memory_every is None:
-        return []
-    return [NO_COPIES] if torchrun else [ONE_NODE] if run.cluster.nodes == 1 else []
+        return notices
+    return [*notices, NO_COPIES] if torchrun else [*notices, ONE_NODE] if run.cluster.nodes == 1 else notices
 
 
 def too_little_data(run: Run, data: Dataset) -> list[str]:

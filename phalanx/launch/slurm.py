@@ -150,7 +150,7 @@ def script(run: Run, rundir: RunDir) -> str:
         f"--job-name={rundir.path.name}",
         f"--nodes={run.cluster.nodes}",
         "--ntasks-per-node=1",
-        "--requeue",
+        "--requeue" if run.resumable else "--no-requeue",
         "--no-kill",
         f"--signal=B:USR1@{int(run.resilience.preemption_notice) + _MARGIN}",
         f"--output={rundir.logs.absolute()}/slurm-%j.log",

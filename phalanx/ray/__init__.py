@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from phalanx.control.protocol import RESUMABLE
+from phalanx.control.protocol import stop_code
 from phalanx.events.records import Event, Saved, Step
 from phalanx.launch.job import Job
 from phalanx.launch.prepare import Request, prepare
@@ -38,7 +38,7 @@ class Result:
     error: RunFailed | None
     """Why the run failed; None: it has finished, or was asked to stop."""
     stopped: bool
-    """It was asked to stop, has saved, and continues with the next `fit`."""
+    """It was asked to stop. It has saved, and continues with the next `fit`, unless `checkpoint.save = false`."""
 
 
 class PhalanxTrainer:
@@ -81,7 +81,7 @@ class PhalanxTrainer:
             checkpoint=None if saved is None else saved.path,
             path=job.rundir.path,
             error=error,
-            stopped=job.exit_code == RESUMABLE,
+            stopped=job.exit_code == stop_code(self._run),
         )
 
     def _follow(self, job: Job) -> tuple[Step | None, Saved | None, RunFailed | None]:

@@ -219,17 +219,18 @@ def verdict(situation: Situation, now: Sequence[Failure]) -> EndRun | None:
     for failure in now:
         if failure.cause == "failed" and (failure.step is None or failure.step <= situation.first_step):
             why = "The program failed before it had completed a step, so that starting it again would only repeat it."
-            return EndRun(_story(why, [failure]))
+            return EndRun(_story(situation, why, [failure]))
         equal = known_by_key[_key(failure)]
         if len(equal) >= SAME_FAILURE_LIMIT:
             why = f"The same failure came {len(equal)} times {_when(failure)}: that is a bug or a broken machine, not bad luck."
-            return EndRun(_story(why, equal))
+            return EndRun(_story(situation, why, equal))
     counted = _within_steps(WINDOW, situation.first_step, known) if now else []
     if len(counted) > situation.settings.restarts:
         many = len(counted) > 1
         count = f"There {'were' if many else 'was'} {len(counted)} failure{'s' if many else ''}"
         where = "in this launch" if len(counted) == len(known) else f"within {WINDOW:,} steps"
-        return EndRun(_story(f"{count} {where}, and resilience.restarts = {situation.settings.restarts}.", counted))
+        why = f"{count} {where}, and resilience.restarts = {situation.settings.restarts}."
+        return EndRun(_story(situation, why, counted))
     return None
 
 
@@ -238,12 +239,12 @@ def _verdict_by_time(situation: Situation, recent: Sequence[Failure], now: Seque
     for failure in now:
         equal = [other for other in recent if other.cause == "failed" and _key(other) == _key(failure)]
         if len(equal) >= SAME_FAILURE_LIMIT:
-            return EndRun(_story(f"The program failed {len(equal)} times in the same way within an hour.", equal, by_time=True))
+            return EndRun(_story(situation, f"The program failed {len(equal)} times in the same way within an hour.", equal))
     if len(recent) > situation.settings.restarts:
         count = (
             f"There {'were' if len(recent) > 1 else 'was'} {len(recent)} failure{'s' if len(recent) > 1 else ''} within an hour"
         )
-        return EndRun(_story(f"{count}, and resilience.restarts = {situation.settings.restarts}.", recent, by_time=True))
+        return EndRun(_story(situation, f"{count}, and resilience.restarts = {situation.settings.restarts}.", recent))
     return None
 
 
@@ -260,7 +261,8 @@ def _key(failure: Failure) -> tuple[str, str, int | None]:
     return failure.cause, _NUMBER.sub("#", _first_line(failure)), failure.step
 
 
-def _story(why: str, listed: Sequence[Failure], *, by_time: bool = False) -> str:
+def _story(situation: Situation, why: str, listed: Sequence[Failure]) -> str:
+    by_time = not situation.counts_steps
     lines = [f"The run was given up. {why}"]
     if len(listed) > _MAX_LISTED:
         lines.append(f"The last {_MAX_LISTED} of them:")
@@ -268,8 +270,10 @@ def _story(why: str, listed: Sequence[Failure], *, by_time: bool = False) -> str
     lines += [f"  {number}. {_describe(failure, by_time)}" for number, failure in enumerate(listed[first:], first + 1)]
     causes = dict.fromkeys(failure.cause for failure in listed)
     lines += [f"Look at {_ADVICE[cause]}." for cause in causes if cause in _ADVICE]
-    if not by_time:
+    if not by_time and situation.saves:
         lines.append("Checkpoints are untouched: the same command continues from the newest checkpoint.")
+    elif not by_time:
+        lines.append("Nothing was saved, because checkpoint.save = false: the same command starts again from step 0.")
     return "\n".join(lines)
 
 

@@ -100,6 +100,8 @@ class Situation:
     settings: Resilience = field(default_factory=Resilience)
     counts_steps: bool = True
     """False: a program of the user's own, whose steps nobody knows. Time counts instead."""
+    saves: bool = True
+    """Whether the run saves checkpoints."""
     batch: int | None = None
     """Sequences per step. If given, layouts whose replicas do not divide it are skipped early: on thousands of ranks most do not."""
 

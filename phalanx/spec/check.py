@@ -130,6 +130,9 @@ def _duration(run: Run) -> Iterator[str]:
 
 
 def _checkpoints(run: Run) -> Iterator[str | Finding]:
+    if run.checkpoint.export_hf and not run.checkpoint.save:
+        yield "$checkpoint.export_hf exports checkpoints, but $checkpoint.save saves none: remove one of them."
+        return
     yield from _export(run)
     if run.checkpoint.local_first and run.checkpoint.url is None:
         yield (
@@ -161,7 +164,9 @@ def _export(run: Run) -> Iterator[str | Finding]:
 
 def _resilience(run: Run) -> Iterator[str]:
     after, most = run.resilience.rollback_after, run.resilience.max_skipped
-    if after is not None and run.checkpoint.every is None:
+    if after is not None and not run.checkpoint.save:
+        yield "$resilience.rollback_after returns to a checkpoint, but $checkpoint.save saves none: remove one of them."
+    elif after is not None and run.checkpoint.every is None:
         yield (
             "$resilience.rollback_after has no checkpoint to return to, as $(checkpoint.every)checkpoint.every is not given: "
             "set it, such as checkpoint.every = 100, or remove resilience.rollback_after."

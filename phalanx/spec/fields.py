@@ -49,6 +49,11 @@ def within(
     return {"low": low, "high": high, "above": above, "infinite": infinite}
 
 
+def below(remedy: str) -> dict[str, Any]:
+    """Metadata of a number below whose range people look for a setting that another key has; `remedy` names it, in the same table."""
+    return {"below": remedy}
+
+
 def current_keys(table: str, values: Mapping[str, Any]) -> dict[str, Any]:
     """The entries of one saved table under their current names."""
     return {RENAMED_KEYS.get(f"{table}.{name}", f"{table}.{name}").rpartition(".")[2]: value for name, value in values.items()}

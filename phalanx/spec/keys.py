@@ -49,6 +49,7 @@ _ALIASES = {
     "model.mtp_depth": "mtp_num_layers",
     "train.steps": "max_steps train_iters",
     "checkpoint.every": "save_interval save_steps",
+    "checkpoint.save": "enable_checkpoint enable_checkpointing save_strategy",
     "precision.compute": "dtype",
     "model.dim": "hidden_size n_embd",
     "model.layers": "n_layer num_layers num_hidden_layers",
@@ -210,7 +211,9 @@ class Key:
             rules.append(f"greater than {above}")
         if not finite:
             rules.append("finite")
-        raise Wrong(f"{path} = {quote(value)} is out of range: it must be {' and '.join(rules)}.")
+        remedy = self.metadata.get("below") if low is not None and value < low else None
+        instead = f"; {self.table}.{remedy}" if remedy else ""
+        raise Wrong(f"{path} = {quote(value)} is out of range: it must be {' and '.join(rules)}{instead}.")
 
     def _hint(self, value: Any) -> str:
         """What to write instead, where that is obvious."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from phalanx.spec.fields import NO_EFFECT, later, read_by, within
+from phalanx.spec.fields import NO_EFFECT, below, later, read_by, within
 from phalanx.spec.layout import Layout
 from phalanx.spec.model import ModelSpec
 
@@ -300,9 +300,11 @@ class Cluster:
 class Checkpoint:
     """When and where checkpoints are saved. A run also saves when it ends and when it is asked to stop."""
 
-    every: int | None = field(default=None, metadata=within(1))
+    save: bool = True
+    """False: save no checkpoint, not even at the end or on SIGTERM. Such a run cannot be resumed, and needs no disk space; failures are recovered from memory. The keys that say when, where and how to save have no effect then."""
+    every: int | None = field(default=None, metadata=within(1) | below("save = false saves none"))
     """Save every N steps. Default: only at the end, and on SIGTERM or SIGINT."""
-    keep_last: int = field(default=2, metadata=within(1))
+    keep_last: int = field(default=2, metadata=within(1) | below("save = false saves none"))
     """Number of newest checkpoints to keep; older ones are removed after a newer one is complete."""
     keep_every: int | None = field(default=None, metadata=within(1))
     """Keep the checkpoint of every N-th step permanently."""
@@ -402,6 +404,11 @@ class Run:
     resilience: Resilience = Resilience()
     watch: Watch = Watch()
     command: Command = Command()
+
+    @property
+    def resumable(self) -> bool:
+        """Whether the run can be resumed after a stop: it saves checkpoints, or is a program that saves what it likes."""
+        return self.checkpoint.save or self.command.program is not None
 
     @property
     def batch(self) -> int:

@@ -54,10 +54,11 @@ class Checkpointer(StepHook):
     def __init__(self, run: Run, plan: Plan, mesh: Mesh, folder: Path, data: Dataset, reference: Callable[[], ReferenceLogits]):
         """`reference` computes the logits that an export of the present state must reproduce, on all ranks together."""
         self._run, self._plan, self._mesh, self._data, self._reference = run, plan, mesh, data, reference
-        self._location: Location = open_location(folder if run.checkpoint.local_first else run.checkpoint.url or folder)
+        url = run.checkpoint.url if run.checkpoint.save else None  # nothing is read there either: it may hold another run
+        self._location: Location = open_location(folder if run.checkpoint.local_first else url or folder)
         self._exports = Exports(folder.parent / "hf", enabled=run.checkpoint.export_hf and mesh.rank == 0)
         # Of checkpoints that are saved in the run directory first.
-        remotes = [open_location(run.checkpoint.url)] if run.checkpoint.local_first and run.checkpoint.url is not None else []
+        remotes = [open_location(url)] if run.checkpoint.local_first and url is not None else []
         self._locations = [self._location, *remotes]
         self._uploaded: Location | None = None
         """The newest checkpoint at the URL, if exports needed older ones when it was complete: they are pruned later."""
@@ -76,7 +77,8 @@ class Checkpointer(StepHook):
 
     def prepare(self, tensors: Tensors) -> None:
         """Allocates the memory that background saves and copies need."""
-        if self._run.checkpoint.every is not None and self._saves_in_background(tensors):
+        periodic = self._run.checkpoint.save and self._run.checkpoint.every is not None
+        if periodic and self._saves_in_background(tensors):
             self._saver.prepare(tensors)
         for copies in self._copies:
             copies.prepare(tensors)

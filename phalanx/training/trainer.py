@@ -215,12 +215,19 @@ class Trainer:
 
     def save(self) -> Saved:
         """Writes a checkpoint and waits until it is complete; all ranks call it together. Raises RunFailed if it cannot be written."""
+        if not self.run.checkpoint.save:
+            raise RunFailed(
+                f"Step {self.progress.step} is not saved: checkpoint.save = false. Remove the key to save checkpoints."
+            )
         (*_, saved) = self._save(wait=True)
         assert isinstance(saved, Saved)
         return saved
 
     def _save(self, *, wait: bool) -> Iterator[Event]:
-        """As `save`, or, without `wait`, in the background where that is possible; yields the events of earlier saves too."""
+        """As `save`, or, without `wait`, in the background where that is possible; yields the events of earlier saves too. Does nothing
+        in a run that saves no checkpoints."""
+        if not self.run.checkpoint.save:
+            return
         self.hooks.before_save(self.progress.step)
         for event in self.checkpointer.save(self.progress, self.tensors(), wait=wait):
             yield event
@@ -277,7 +284,7 @@ class Trainer:
                     return
             if not self.finished:
                 self.checkpointer.copy(self.progress, self.tensors)
-            if self._is_due(self.run.checkpoint.every) and not self.finished:
+            if self.run.checkpoint.save and self._is_due(self.run.checkpoint.every) and not self.finished:
                 self.hooks.on_phase("saving")
                 yield from self._save(wait=False)
 
@@ -285,7 +292,7 @@ class Trainer:
         return every is not None and self.progress.step % every == 0
 
     def _finish(self) -> Iterator[Event]:
-        """Saves the final state and waits for everything in the background."""
+        """Saves the final state, unless the run saves none, and waits for everything in the background."""
         self.hooks.on_phase("saving")
         yield from self.checkpointer.settle()
         if self.checkpointer.step != self.progress.step:
@@ -295,7 +302,8 @@ class Trainer:
         if self.finished:
             yield Finished(step=self.progress.step)
         else:
-            yield Stopped(step=self.progress.step, reason=self.stop_signal.reason)
+            saved = self.run.checkpoint.save
+            yield Stopped(step=self.progress.step, reason=self.stop_signal.reason, saved=saved)
 
     def close(self) -> None:
         """Ends threads and closes files. Offloaded optimizer states in files are lost."""

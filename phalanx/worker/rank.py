@@ -106,7 +106,7 @@ class RankProgram:
         for last in chain(trainer.restore(), trainer.events()):
             self._record(last, trainer)
         disconnect(mesh)
-        return exit_code(last)
+        return exit_code(self._run, last)
 
     def _build(self, plan: Plan, mesh: Mesh, chaos: str = "") -> Trainer:
         device = str(mesh.device) if mesh.device.index is not None else mesh.device.type
@@ -262,7 +262,7 @@ class Rank(RankProgram):
         trainer.close()
         self._trainer = None
         disconnect(mesh)
-        code = exit_code(last)
+        code = exit_code(self._run, last)
         control.report(protocol.RankEnded(generation=generation, code=code))
         return code
 
@@ -352,9 +352,9 @@ def rank_failure(error: BaseException) -> protocol.RankFailure:
     return protocol.RankFailure(reason=reason, traceback=trace, expected=expected)
 
 
-def exit_code(last: Event | None) -> int:
+def exit_code(run: Run, last: Event | None) -> int:
     """Of a process whose run ended with this event."""
-    return protocol.RESUMABLE if isinstance(last, Stopped) else 0
+    return protocol.stop_code(run) if isinstance(last, Stopped) else 0
 
 
 def _redirect_output(log: Path) -> None:

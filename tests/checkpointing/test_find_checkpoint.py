@@ -110,6 +110,13 @@ def test_find_errors_name_a_remedy(tmp_path: Path) -> None:
     for look in (find, locate):
         with pytest.raises(RunError, match=r"has no checkpoint to load .there is none in .*: train first"):
             look(run_directory(tmp_path / look.__name__))
+    kept = tmp_path / "kept"
+    checkpoint(kept, 7)  # of another run, at the URL of one that saves nothing
+    nothing = run_directory(tmp_path / "unsaved", text=f'[checkpoint]\nsave = false\nurl = "{kept}"\n')
+    (nothing / "checkpoints").mkdir()
+    for place in (nothing, nothing / "checkpoints"):
+        with pytest.raises(RunError, match=r"checkpoint.save = false, which has saved no checkpoint: train it again without"):
+            find(place)
     damaged = run_directory(tmp_path / "damaged", 4)
     values(damaged / "checkpoints" / "step-00000004").unlink()
     with pytest.raises(RunError, match=r"step-00000004 is damaged: its file state-.* is missing"):

@@ -130,6 +130,8 @@ def test_dry_run_prints_the_script(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "#SBATCH --nodes=4\n" in done.stdout and "#SBATCH --time=5\n" in done.stdout and "#SBATCH --requeue\n" in done.stdout
     assert subprocess.run(["bash", "-n"], input=done.stdout, text=True).returncode == 0
+    done = subprocess.run([*command, "checkpoint.save=false"], cwd=tmp_path, capture_output=True, text=True, env=os.environ)
+    assert "#SBATCH --no-requeue\n" in done.stdout, "it would only start from step 0"
     assert not (tmp_path / "runs").exists()
     done = subprocess.run(
         [*command, 'cluster.slurm=["--nodes=5"]'], cwd=tmp_path, capture_output=True, text=True, env=os.environ

@@ -1,19 +1,22 @@
-"""The hang detector: what it orders about ranks that answer, that do not, and that die meanwhile."""
+"""The hang detector: what it orders about ranks that answer, that do not, and that die meanwhile. The end of a run that was asked to stop."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections.abc import Callable
+from typing import cast
 
 import pytest
 from controllers import OrdersKept, plan_on
 from happenings import worker_died
 
 from phalanx.control.controller_state import Generation
-from phalanx.control.protocol import Inspect, Kill, LocateRanks
-from phalanx.control.watchdog import HangDetector
+from phalanx.control.protocol import NOT_SAVED, Inspect, Kill, LocateRanks
+from phalanx.control.recover import Replanner
+from phalanx.control.watchdog import HangDetector, Watchdog
 from phalanx.events.heartbeat import Beat
+from phalanx.events.records import Event, Stopped
 from phalanx.recovery.state import Failure
 from phalanx.spec.layout import Layout
 from phalanx.spec.run import Resilience
@@ -69,3 +72,27 @@ def test_ranks_that_die_while_they_are_asked_are_not_killed(ranks: int) -> None:
     controller = Silent(ranks, HANG + 1, lambda controller: controller.die(*controller.generation.living))
     assert Kill not in controller.check()
     assert sorted(died.rank for died in controller.state.events if isinstance(died, Failure)) == list(range(ranks))
+
+
+class Ending(Silent):
+    """A run that was asked to stop a while ago, whose rank does not react."""
+
+    def __init__(self, *, resumable: bool):
+        super().__init__(1, HANG)
+        self.agent.run.resumable = resumable  # type: ignore[misc]
+        self.agent.stopping, self.agent.emit = "SIGTERM", lambda event: self.happened.append(event)  # type: ignore[method-assign]
+        self.state.stop_requested = time.monotonic() - 60.0
+        self.happened: list[Event] = []
+        self.code: int | None = None
+
+    def end(self, code: int, reason: str | None = None, rank: int | None = None, traceback: str = "") -> None:
+        self.code = code
+
+
+def test_a_run_without_checkpoints_ends_at_once_if_its_ranks_do_not_stop() -> None:
+    controller = Ending(resumable=False)
+    controller.generation.beats[0] = controller.generation.beats[0]._replace(step=7)
+    asyncio.run(Watchdog(controller, cast(Replanner, None)).check())
+    (stopped,) = controller.happened
+    assert isinstance(stopped, Stopped) and (stopped.step, stopped.reason, stopped.saved) == (7, "SIGTERM", False)
+    assert controller.code == NOT_SAVED and controller.orders == [], "no generation that only saves"

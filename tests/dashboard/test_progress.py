@@ -46,6 +46,7 @@ OTHERS: list[tuple[Event, str]] = [
     (WorkerFailed(rank=2, reason="killed by signal 9"), "rank 2 failed: killed by signal 9"),
     (WorkerFailed(rank=None, reason="no answer"), "a worker failed: no answer"),
     (Stopped(step=130, reason="SIGTERM"), "stopped after step 130: SIGTERM"),
+    (Stopped(step=130, reason="SIGTERM", saved=False), "stopped after step 130: SIGTERM; nothing was saved"),
 ]
 
 

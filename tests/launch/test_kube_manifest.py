@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from phalanx.control.protocol import RESUMABLE
+from phalanx.control.protocol import NOT_SAVED, RESUMABLE
 from phalanx.launch.kube_manifest import job_name, resources
 from phalanx.launch.kubernetes import manifest
 from phalanx.spec.errors import RunError
@@ -48,7 +48,7 @@ def test_indexed_job_with_what_its_pods_need() -> None:
     spec = objects["Job"]["spec"]
     assert (spec["completionMode"], spec["completions"], spec["parallelism"]) == ("Indexed", 4, 4)
     actions = [(rule["action"], rule.get("onExitCodes", {}).get("values")) for rule in spec["podFailurePolicy"]["rules"]]
-    assert actions == [("Ignore", None), ("Ignore", [RESUMABLE]), ("FailJob", [1, 2])]
+    assert actions == [("Ignore", None), ("Ignore", [RESUMABLE]), ("FailJob", [1, 2, NOT_SAVED])]
     assert spec["successPolicy"] == {"rules": [{"succeededCount": 1}]} and spec["podReplacementPolicy"] == "Failed"
     pod = spec["template"]["spec"]
     assert pod["terminationGracePeriodSeconds"] == 61 + 20 and pod["nodeSelector"] == {"pool": "h100"}
@@ -122,6 +122,8 @@ def test_what_is_missing_is_reported_at_once() -> None:
         resources(bad, "run", "x")
     image, storage, namespace = error.value.problems
     assert "cluster.kubernetes.image is missing" in image and "checkpoint.url" in storage and "My_Space" in namespace
+    nowhere = loads(RUN, overrides=["checkpoint.save=false"])
+    assert resources(nowhere, "run", "x")[-1].kind == "Job", "a run that saves nothing needs no storage"
     with pytest.raises(RunError, match="gpu is not NAME=VALUE"):
         resources(run("cluster.kubernetes.resources=gpu"), "run", "x")
 

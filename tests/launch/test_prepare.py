@@ -12,8 +12,10 @@ import hf_models
 import pytest
 from ranks import ALONE, tiny_run, tiny_trainer
 
+from phalanx.events.log import EventLog
+from phalanx.events.records import Step
 from phalanx.launch.prepare import Prepared, Request, prepare
-from phalanx.launch.run_checks import data_notices, too_little_data
+from phalanx.launch.run_checks import data_notices, space_problems, storage_problems, too_little_data
 from phalanx.spec.dump import dump
 from phalanx.spec.errors import RunError
 from phalanx.spec.load import loads
@@ -204,3 +206,53 @@ def test_a_run_planned_for_other_machines_is_not_begun(folder: Path) -> None:
     said = refused(loads(elsewhere + '[cluster]\ngpu = "h100-smx"\n'))
     assert 'cluster.gpu = "h100-smx" is not a GPU of the catalogue: did you mean h100-sxm' in said
     assert not (folder / "runs").exists()
+
+
+def take_a_step(found: Prepared) -> None:
+    """As the run in this directory would record it."""
+    trainer = tiny_trainer(ALONE, replace(found.run, train=replace(found.run.train, micro_batch=8)), found.rundir.checkpoints)
+    log = EventLog(found.rundir.events_file)
+    for event in trainer.events():
+        log.emit(event)
+        if isinstance(event, Step):
+            trainer.stop("SIGTERM")
+    log.close()
+
+
+def test_a_run_without_checkpoints_has_a_directory_of_its_own(folder: Path) -> None:
+    run, unsaved = loads(TEXT), loads(TEXT, overrides=["checkpoint.save=false"])
+    first = prepared(unsaved)
+    assert not first.resumes and any("nothing is saved" in notice for notice in first.notices)
+    assert prepared(unsaved).rundir.path == first.rundir.path, "nothing has happened there"
+    take_a_step(first)
+    second = prepared(run)
+    assert (str(first.rundir.path), str(second.rundir.path)) == ("runs/any", "runs/any-2") and not second.resumes
+    take_a_step(second)
+    assert prepared(run).resumes, "the one that saves"
+    assert str(prepared(unsaved).rundir.path) == "runs/any-3"
+    for wanted in (run, unsaved):
+        sentence = refused(wanted, Request(directory=Path("runs/any")))
+        assert "--run-dir runs/any holds a run that saved nothing (checkpoint.save = false) and cannot be resumed" in sentence
+        assert "name another directory" in sentence
+    assert "a run with checkpoint.save = false resumes none" in refused(unsaved, Request(directory=Path("runs/any-2")))
+
+
+def test_a_run_without_checkpoints_needs_no_disk_for_them(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, usage = loads(TEXT), shutil.disk_usage(folder)
+    large = replace(run_plan := prepared(run).plan, parameters=8_000_000_000)
+    assert run_plan.parameters < large.parameters
+    monkeypatch.setattr("phalanx.launch.run_checks.shutil.disk_usage", lambda path: usage._replace(free=64_000_000_000))
+    (sentence,) = space_problems(run, large, Path("runs/any"))
+    assert "61,035 MiB free, but one checkpoint of 8,000.0 M parameters takes 91,569 MiB" in sentence
+    assert "checkpoint.save = false" in sentence
+
+    def problems(*overrides: str) -> list[str]:
+        return list(space_problems(loads(TEXT, overrides=["checkpoint.save=false", *overrides]), large, Path("runs/any")))
+
+    assert problems() == []
+    (sentence,) = problems("memory.offload=nvme")  # whose files are in the run directory
+    assert "the optimizer states and master weights of 8,000.0 M parameters take 91,569 MiB" in sentence
+    monkeypatch.setattr("phalanx.launch.run_checks.shutil.disk_usage", lambda path: usage._replace(free=1_000_000))
+    (sentence,) = problems()
+    assert "1 MiB free, but logs and events take 16 MiB: free some space" in sentence
+    assert storage_problems(loads(TEXT, overrides=["checkpoint.save=false", "checkpoint.url=nowhere://x"])) == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -74,6 +75,18 @@ def test_our_runtime_on_the_machines_of_llama_3() -> None:
     large = upkeep(made, state=300e9, ranks=16384, step=4.5)  # more than two nodes' memory holds
     assert not large.in_memory and large.goodput < kept.goodput
     assert large.save_every is not None and large.save_every >= 300e9 * 8 / made.storage  # not before the last one is written
+
+
+def test_upkeep_of_a_run_that_saves_nothing() -> None:
+    made = cluster("h100-16384")
+    kept, state = upkeep(made, state=4e9, ranks=16384, step=4.5, unsaved=1e6), upkeep(made, state=4e9, ranks=16384, step=4.5)
+    assert kept.save_every is None and kept.goodput == state.goodput, "copies in memory are as before"
+    large = upkeep(made, state=300e9, ranks=16384, step=4.5, unsaved=LLAMA)
+    assert not large.in_memory and large.save_every is None
+    # Failures at random send a run of one mean time between failures back to its beginning: e - 1 times that time, and the restarts.
+    assert large.goodput == pytest.approx(1 / ((math.e - 1) * math.exp(large.restart / LLAMA)), rel=1e-6)
+    assert large.restart < upkeep(made, state=300e9, ranks=16384, step=4.5).restart, "nothing is read from storage"
+    assert "else nowhere" in failure_assumptions(made, saves=False)[1]
 
 
 def test_goodput_is_one_without_failure_rates() -> None:

@@ -99,6 +99,37 @@ def test_replicas_need_no_saves_and_a_machine_that_never_fails_no_luck() -> None
     assert quiet.mtbf_seconds is None and not quiet.failures and not quiet.spare_nodes
 
 
+def test_a_run_that_saves_nothing_starts_again_where_memory_loses_its_state() -> None:
+    """One node, whose loss takes the copies in its memory with it; and states that have no room there."""
+    alone = small(
+        layout=Layout(data=1, shard=8),
+        cluster=Cluster(name="h100-8"),
+        train=Train(batch=256, sequence_length=4096, steps=20_000),
+    )
+    machines = hardware(alone, None)
+    assert machines.failures is not None
+    often = tuple((name, 100 * rate) for name, rate in machines.failures.rates)
+    worse = replace(machines, failures=replace(machines.failures, rates=often))
+
+    def found(run: Run, **asked: Any) -> SimulationReport:
+        return simulate(run, worse, judge(run, worse), SimulationRequest(runs=200, study=False, **asked))
+
+    unsaved = replace(alone, checkpoint=Checkpoint(save=False))
+    saved, lost = found(alone), found(unsaved)
+    assert (saved.keep, lost.keep, lost.interval_seconds, lost.best_interval_seconds) == ("disk", "none", None, None)
+    copied = found(replace(alone, checkpoint=Checkpoint(save=False, memory_every=10)))
+    assert copied.keep == "memory" and lost.spent["saving"] == 0
+    assert lost.goodput.mean < copied.goodput.mean < saved.goodput.mean
+    for one in (lost, copied):  # the closed form has nodes enough, and nobody waits
+        assert one.spent["computing"] / (1 - one.spent["waiting"]) == pytest.approx(one.closed, abs=0.03)
+    paused = found(unsaved, maintenance=(86400.0, 60.0), days=4.0)
+    assert paused.actions["maintenance"] >= 1 and paused.trial.steps < 20_000
+    with pytest.raises(RunError, match=r"--keep disk: nothing is saved there, as checkpoint.save = false"):
+        found(unsaved, keep="disk")
+    with pytest.raises(RunError, match=r"--interval 60 s: there are no saves, as checkpoint.save = false"):
+        found(unsaved, interval=60.0)
+
+
 def test_what_cannot_be_simulated_is_refused() -> None:
     run = small()
     machines = hardware(run, None)

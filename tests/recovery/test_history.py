@@ -53,6 +53,10 @@ def test_the_same_failure_at_the_same_step_three_times_is_a_bug() -> None:
     ):
         assert line in told
     assert "Look at the traceback" in told and "newest checkpoint" in told
+    *_, last = play(replace(START, saves=False), *(failed(rank, 431, reason) for rank in (1, 1, 2)))
+    assert story(last).endswith(
+        "Nothing was saved, because checkpoint.save = false: the same command starts again from step 0."
+    )
 
 
 def test_times_and_addresses_in_a_reason_make_no_other_failure() -> None:

@@ -63,6 +63,14 @@ CONFLICTS = {
         replace(BASE, resilience=Resilience(rollback_after=3)),
         ["resilience.rollback_after = 3", "checkpoint.every is not given", "checkpoint.every = 100"],
     ),
+    "going back without checkpoints": (
+        replace(BASE, resilience=Resilience(rollback_after=3), checkpoint=Checkpoint(save=False, every=5)),
+        ["resilience.rollback_after = 3 returns to a checkpoint", "checkpoint.save = false saves none", "remove one"],
+    ),
+    "exporting nothing": (
+        replace(BASE, checkpoint=Checkpoint(save=False, export_hf=True)),
+        ["checkpoint.export_hf = true exports checkpoints", "checkpoint.save = false saves none", "remove one"],
+    ),
     "going back too late": (
         replace(BASE, resilience=Resilience(rollback_after=3, max_skipped=2), checkpoint=Checkpoint(every=5)),
         ["resilience.rollback_after = 3", "after 3 bad steps", "at most resilience.max_skipped = 2"],

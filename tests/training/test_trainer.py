@@ -396,3 +396,34 @@ def test_older_checkpoints_are_removed_as_newer_ones_are_made(tmp_path: Path) ->
 def test_keep_every_keeps_checkpoints_for_good(tmp_path: Path) -> None:
     uninterrupted(tiny_run("checkpoint.every=1", "checkpoint.keep_last=1", "checkpoint.keep_every=3"), tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000003", "step-00000006"]
+
+
+UNSAVED = ("checkpoint.save=false", "checkpoint.every=2", "checkpoint.url=s3://no-such-bucket/run")
+"""The keys that say when and where to save have no effect: nothing is asked of the store."""
+
+
+def test_a_run_without_checkpoints_saves_nothing(tmp_path: Path) -> None:
+    expected, _ = uninterrupted(tiny_run("train.steps=6", "checkpoint.every=2"), tmp_path / "saved")
+    events, _ = uninterrupted(tiny_run("train.steps=6", *UNSAVED), tmp_path / "unsaved")
+    assert losses(events) == losses(expected) and isinstance(events[-1], Finished)
+    assert any(isinstance(event, Saved) for event in expected) and not any(isinstance(event, Saved) for event in events)
+    assert not (tmp_path / "unsaved").exists()
+
+
+def test_a_stopped_run_without_checkpoints_says_that_it_is_not_saved(tmp_path: Path) -> None:
+    trainer = tiny_trainer(ALONE, tiny_run("train.steps=6", *UNSAVED), tmp_path / "checkpoints")
+    events = []
+    for event in trainer.events():
+        events.append(event)
+        if isinstance(event, Step) and event.step == 3:
+            trainer.stop("SIGTERM")
+    assert events[-1] == replace(Stopped(step=3, reason="SIGTERM", saved=False), time=events[-1].time)
+    assert not any(isinstance(event, Saved) for event in events) and not (tmp_path / "checkpoints").exists()
+
+
+def test_own_loops_cannot_save_a_run_without_checkpoints(tmp_path: Path) -> None:
+    trainer = tiny_trainer(ALONE, tiny_run(*UNSAVED), tmp_path / "checkpoints")
+    trainer.step()
+    with pytest.raises(RunFailed, match=r"Step 1 is not saved: checkpoint.save = false. Remove the key"):
+        trainer.save()
+    trainer.close()

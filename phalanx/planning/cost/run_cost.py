@@ -58,10 +58,10 @@ class Upkeep:
     restart: float
     """From a failure to training again."""
     save_every: float | None
-    """Between two copies; None: nothing fails."""
+    """Between two copies; None: nothing fails, or nothing is saved."""
     goodput: float
     in_memory: bool
-    """Whether copies are in host memory, on two nodes each; else they go to storage."""
+    """Whether copies are in host memory, on two nodes each; else they go to storage, if the run saves."""
 
 
 def saved_bytes(parameters: int, layout: Layout) -> float:
@@ -69,8 +69,11 @@ def saved_bytes(parameters: int, layout: Layout) -> float:
     return 12.0 * parameters / (layout.pipeline * layout.tensor * layout.shard)
 
 
-def upkeep(hardware: Hardware, *, state: float, ranks: int, step: float) -> Upkeep:
-    """Upkeep of a job whose ranks each have `state` bytes to save, with steps of `step` seconds."""
+def upkeep(hardware: Hardware, *, state: float, ranks: int, step: float, unsaved: float | None = None) -> Upkeep:
+    """Upkeep of a job whose ranks each have `state` bytes to save, with steps of `step` seconds.
+
+    `unsaved`: of a run that saves no checkpoints, the seconds of training that a failure undoes at most where memory has no copies.
+    """
     room = _HOST_SHARE * hardware.host_memory / hardware.node
     in_memory = _COPIES * state <= room and hardware.node < ranks  # a single node has no neighbour to keep a copy
     stall = PAUSE + state / hardware.host_bandwidth
@@ -82,24 +85,26 @@ def upkeep(hardware: Hardware, *, state: float, ranks: int, step: float) -> Upke
     # Not more often than every step, and to storage not before the last save is written in the background.
     behind = 0.0 if in_memory else written
     every = max(best_interval(mtbf, stall), step, behind)
+    if unsaved is not None and not in_memory:
+        every, stall, behind, restart = unsaved, 0.0, 0.0, restart - written
     return Upkeep(
         mtbf=mtbf,
         stall=stall,
         restart=restart,
-        save_every=every,
+        save_every=every if unsaved is None else None,
         goodput=max(goodput(every, mtbf, stall, restart + behind), _LEAST),
         in_memory=in_memory,
     )
 
 
-def failure_assumptions(hardware: Hardware) -> list[str]:
-    """Sentences on what `upkeep` assumes."""
+def failure_assumptions(hardware: Hardware, *, saves: bool = True) -> list[str]:
+    """Sentences on what `upkeep` assumes of a run that saves checkpoints, or of one that does not."""
     if hardware.failures is None:
         return ["Nothing fails: no rates are known for these machines."]
     return [
         hardware.failures.sentence,
         f"A failure is noticed within {DETECT:.0f} s, spares stand by, and starting again takes {START:.0f} s and {CONNECT * 1000:.0f} ms per "
-        "rank; states are copied into the memory of two nodes where it has room, else to storage.",
+        f"rank; states are copied into the memory of two nodes where it has room, else {'to storage' if saves else 'nowhere'}.",
     ]
 
 

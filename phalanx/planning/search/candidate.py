@@ -10,8 +10,10 @@ from phalanx.planning.cost.footprint import Footprint, footprint
 from phalanx.planning.cost.job_table import OFFLOAD, RECOMPUTE, JobTable
 from phalanx.planning.cost.run_cost import price_and_energy, saved_bytes, upkeep
 from phalanx.planning.cost.step_time import Times, step_times
+from phalanx.planning.machines.cluster import Hardware
 from phalanx.planning.machines.rates import Rates
 from phalanx.planning.search.space import Columns, Space, at, layout_of, pick
+from phalanx.recovery.relayout import replicated_elsewhere
 from phalanx.spec.layout import FIXED_STAGES, Layout
 from phalanx.spec.run import Memory
 
@@ -57,7 +59,7 @@ class Candidate:
     goodput: float
     """Fraction of the time that becomes progress, with failures and saving."""
     save_every: float | None
-    """Seconds between checkpoints that give this goodput; None: nothing fails."""
+    """Seconds between checkpoints that give this goodput; None: nothing fails, or nothing is saved."""
     price: float | None
     """US dollars of the whole run, with failures; None: no price is known."""
     energy: float | None
@@ -179,7 +181,8 @@ def _candidate(space: Space, jobs: JobTable, memory: Footprint, times: Times, ro
     layout = layout_of(run, jobs, row)
     tokens = run.batch_tokens / seconds
     state = saved_bytes(run.model.parameters(), layout)
-    maintenance = upkeep(hardware, state=state, ranks=space.gpus, step=seconds)
+    unsaved = None if run.checkpoint.save else _undone(layout, hardware, seconds, run.steps)
+    maintenance = upkeep(hardware, state=state, ranks=space.gpus, step=seconds, unsaved=unsaved)
     price, energy = price_and_energy(hardware, space.gpus, seconds * run.steps / maintenance.goodput)
     peak = float(jobs.peak) * space.gpus
     return Candidate(
@@ -208,6 +211,12 @@ def _candidate(space: Space, jobs: JobTable, memory: Footprint, times: Times, ro
         compiled=bool(at(jobs.compiled, row)),
         loss_chunk=int(at(jobs.loss_chunk, row)),
     )
+
+
+def _undone(layout: Layout, hardware: Hardware, step: float, steps: int) -> float:
+    """Seconds of training that a failure undoes at most where nothing is saved or copied: all, unless other ranks have the same state."""
+    nodes = [rank // hardware.node for rank in range(layout.ranks)]
+    return step if replicated_elsewhere(layout, nodes) else step * steps
 
 
 def candidate_at(space: Space, rates: Rates, columns: Columns, row: int, capacity: float | None = None) -> Candidate:

@@ -136,7 +136,7 @@ def assumptions_of(run: Run, hardware: Hardware) -> tuple[str, ...]:
         sentences.append(_ATTENTION[kept_scores(run, hardware)])
     if run.model.moe is not None:
         sentences.append("Every expert gets the same number of tokens.")
-    return (*sentences, *failure_assumptions(hardware))
+    return (*sentences, *failure_assumptions(hardware, saves=run.checkpoint.save))
 
 
 def capacity_of(hardware: Hardware, fits_in: float | None = None) -> float:

@@ -19,8 +19,8 @@ from phalanx.planning.simulate.simulated_policy import DecisionCache, Fault, Sim
 from phalanx.recovery.state import Action, EndRun, NewGeneration, Wait
 from phalanx.spec.layout import Layout
 
-StateSource = Literal["replicas", "memory", "disk"]
-"""Where a run finds its state after a failure: on ranks that hold the same, in replicas in host memory, or on disk."""
+StateSource = Literal["replicas", "memory", "disk", "none"]
+"""Where a run finds its state after a failure: on ranks that hold the same, in replicas in host memory, on disk, or nowhere."""
 
 _ROUNDING = 1e-6
 """Seconds of tolerance: rounding errors of months of simulated time must not hide that a step has ended."""
@@ -41,6 +41,8 @@ class SaveSchedule:
     """Seconds that training waits for one checkpoint."""
     disk_write: float = 0.0
     """Seconds after the stall until a checkpoint is complete; training continues meanwhile."""
+    on_stop: bool = True
+    """Whether a run that is asked to stop saves first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -364,10 +366,14 @@ class _TrialRunner:
         self._spend("waiting", start)
 
     def _maintain(self) -> None:
-        """A planned pause: the state is saved, no step is lost."""
+        """A planned pause: the state is saved and no step is lost, if the run saves."""
         assert self.scenario.maintenance is not None
         saves, (every, length) = self.scenario.saves, self.scenario.maintenance
-        self.memory, self.disk, self.pause = self.step, self.step, self.pause + every
+        self.pause += every
+        if saves.on_stop:
+            self.memory = self.disk = self.step
+        else:
+            self._roll_back(0)
         self.trial.actions["maintenance"] += 1
         self._stop(saves.disk_stall + saves.disk_write + length, "maintenance")
 

@@ -74,7 +74,8 @@ class ClusterModel:
         self.step = candidate.seconds
         self.used = -(-candidate.layout.ranks // hardware.node)
         state = saved_bytes(run.model.parameters(), candidate.layout)
-        costs = upkeep(hardware, state=state, ranks=candidate.layout.ranks, step=candidate.seconds)
+        unsaved = None if run.checkpoint.save else candidate.seconds
+        costs = upkeep(hardware, state=state, ranks=candidate.layout.ranks, step=candidate.seconds, unsaved=unsaved)
         self.mtbf = costs.mtbf
         # `upkeep` counts detection as part of the restart. Here detection depends on the kind of failure.
         self._restart = request.restart if request.restart is not None else costs.restart - DETECT
@@ -86,7 +87,12 @@ class ClusterModel:
             candidate.layout, hardware.node, lambda layout: self._on(layout) is not None, run.resilience, run.batch
         )
         self.keep = request.keep or self._live_source(decisions, costs.in_memory)
-        self.best = None if self.keep == "replicas" or not math.isfinite(self.mtbf) else self._best()
+        if self.keep == "none" and request.interval is not None:
+            raise RunError(
+                f"--interval {request.interval:g} s: there are no saves, as checkpoint.save = false and the state has no room in host memory: "
+                "remove one of them."
+            )
+        self.best = None if self.keep in ("replicas", "none") or not math.isfinite(self.mtbf) else self._best()
         self.interval = self._interval()
         spares = (run.resilience.spares or None) if request.spares is None else request.spares
         self.scenario = Scenario(
@@ -111,7 +117,9 @@ class ClusterModel:
         identical = self._run.optimizer.sync_every == 1
         if not copies and identical and replicated_elsewhere(self._candidate.layout, decisions.initial.assignment):
             return "replicas"
-        return "memory" if in_memory or copies else "disk"
+        if in_memory or copies:
+            return "memory"
+        return "disk" if self._run.checkpoint.save else "none"
 
     def _best(self) -> float:
         """The best interval between saves by the closed form, but not shorter than a step or than the time to write a checkpoint."""
@@ -120,7 +128,7 @@ class ClusterModel:
 
     def _interval(self) -> float | None:
         """Seconds of training between the saves that a failure rolls back to."""
-        if self.keep == "replicas":
+        if self.keep in ("replicas", "none"):
             return None
         if self.request.interval is not None:
             return self.request.interval
@@ -134,8 +142,9 @@ class ClusterModel:
         """The saves of a run that saves every `interval` seconds."""
         every = None if interval is None else max(1, round(interval / self.step))
         stall, write = self._disk
-        disk = every if self.keep == "disk" else self._run.checkpoint.every
-        if disk is None and self.best:  # for a failure that loses all replicas
+        checkpoint = self._run.checkpoint
+        disk = None if not checkpoint.save else every if self.keep == "disk" else checkpoint.every
+        if disk is None and self.best and checkpoint.save:  # for a failure that loses all replicas
             rare = max(best_interval(self.mtbf * 100, stall), write, interval or 0.0)
             disk = max(1, round(rare / self.step))
         if disk is not None:  # a checkpoint starts when the one before it is complete
@@ -147,6 +156,7 @@ class ClusterModel:
             disk_every=disk,
             disk_stall=stall,
             disk_write=write,
+            on_stop=checkpoint.save,
         )
 
     # --- other layouts ---
@@ -189,7 +199,7 @@ class ClusterModel:
     def closed_form_goodput(self, interval: float | None) -> float:
         """Goodput of the closed form for the simulated saves, with enough nodes."""
         saves, failures = self.saves(interval), self.hardware.failures
-        every = {"replicas": 1, "memory": saves.memory_every, "disk": saves.disk_every}[self.keep]
+        every = {"replicas": 1, "memory": saves.memory_every, "disk": saves.disk_every, "none": self._run.steps}[self.keep]
         assert every is not None, "state that is saved has an interval"
         stall = saves.memory_stall if self.keep == "memory" else 0.0
         if saves.disk_every is not None:
@@ -200,10 +210,13 @@ class ClusterModel:
         restart = self._restart + mean_detection_seconds(failures, self._run.resilience, self.step)
         if self.keep == "disk":
             restart += saves.disk_write
-        elif self.used == 1 and saves.disk_every is not None:  # the loss of the only node costs half a checkpoint interval
-            node_failures = sum(rate for name, rate in failures.rates if fault_kind(name) == "node") / failures.rate
+        kept, node_failures = 1.0, sum(rate for name, rate in failures.rates if fault_kind(name) == "node") / failures.rate
+        if self.keep != "disk" and self.used == 1 and saves.disk_every is not None:
+            # The loss of the only node costs half a checkpoint interval.
             restart += node_failures * (saves.disk_every * self.step / 2 + saves.disk_write)
-        return goodput(trained, self.mtbf, stall, restart)
+        elif self.keep != "none" and self.used == 1 and node_failures and not saves.on_stop:
+            kept = goodput(self._run.steps * self.step, self.mtbf / node_failures, 0.0, 0.0)  # it costs everything
+        return kept * goodput(trained, self.mtbf, stall, restart)
 
     def assumptions(self) -> tuple[str, ...]:
         """Sentences: what the simulation assumes about the cluster."""
@@ -214,7 +227,8 @@ class ClusterModel:
         returns = f"A lost node returns after {self.request.repair / 3600:.1f} h on average."
         gives_up = (
             f"A run gives up after more than resilience.restarts = {resilience.restarts} failures within {WINDOW:,} "
-            f"steps; a person restarts it from disk after {self.request.relaunch / 60:.0f} min."
+            f"steps; a person restarts it from {'disk' if self._run.checkpoint.save else 'its beginning'} after "
+            f"{self.request.relaunch / 60:.0f} min."
         )
         lines = [failures.sentence, *([returns] if resilience.node_return is None else []), pauses, gives_up]
         return *self.hardware.assumed, *lines
@@ -299,7 +313,7 @@ class SimulationReport:
 def simulate(run: Run, hardware: Hardware, candidate: Candidate, request: SimulationRequest) -> SimulationReport:
     """Simulates a run on the layout of `candidate`, and on the other layouts that recovery may choose."""
     start = time.process_time()
-    _check(hardware, candidate, request)
+    _check(run, hardware, candidate, request)
     model = ClusterModel(run, hardware, candidate, request)
     trials = _trials(model, model.scenario, request.runs)
     intervals, spares = (_other_intervals(model), _other_spares(model)) if request.study else ((), ())
@@ -330,7 +344,7 @@ def simulate(run: Run, hardware: Hardware, candidate: Candidate, request: Simula
     )
 
 
-def _check(hardware: Hardware, candidate: Candidate, request: SimulationRequest) -> None:
+def _check(run: Run, hardware: Hardware, candidate: Candidate, request: SimulationRequest) -> None:
     options = {"--days": request.days, "--interval": request.interval, "--runs": request.runs}
     problems = [
         f"{name} {value}: give a number above 0." for name, value in options.items() if value is not None and not value > 0
@@ -341,6 +355,8 @@ def _check(hardware: Hardware, candidate: Candidate, request: SimulationRequest)
         problems.append(
             "--maintenance: a pause must be shorter than the time between two pauses: give interval and length, such as 7d/4h."
         )
+    if request.keep == "disk" and not run.checkpoint.save:
+        problems.append("--keep disk: nothing is saved there, as checkpoint.save = false: remove one of them.")
     if candidate.layout.ranks > hardware.gpus:
         problems.append(
             f"The layout has {candidate.layout.ranks:,} ranks but the cluster has {hardware.gpus:,} devices: "
