@@ -573,10 +573,11 @@ def no_room_for_replicas(run: Run, plan: Plan, assignment: Sequence[int]) -> str
     need, room = _default_replica_bytes(run, plan, assignment), shm_slots.default_room()
     if run.checkpoint.memory_every is not None or need is None or need <= room:
         return None
+    since = "the last checkpoint" if run.checkpoint.save else "the first"
     return (
         f"The state is not copied into host memory, because copies of {plan.parameters / 1e6:,.1f} M parameters take "
-        f"{need / 2**20:,.0f} MiB on a node, and there is room for {room / 2**20:,.0f}: a lost rank costs all steps since "
-        f"{'the last checkpoint' if run.checkpoint.save else 'the first'}. To copy all the same, set checkpoint.memory_every; a container may need more shared memory (--shm-size)."
+        f"{need / 2**20:,.0f} MiB on a node, and there is room for {room / 2**20:,.0f}: a lost rank costs all steps since {since}. "
+        "To copy all the same, set checkpoint.memory_every; a container may need more shared memory (--shm-size)."
     )
 
 

@@ -210,11 +210,12 @@ def _is_finished(rundir: RunDir) -> bool:
 
 
 def _unresumable(rundir: RunDir, run: Run) -> str | None:
-    """Why this run cannot continue in the directory of a run that has taken steps: one of the two saves no checkpoints."""
+    """Why this run cannot use the directory of a run that has taken steps or has a checkpoint: one of the two saves none."""
     saved = load(rundir.run_file).resumable
     if (saved and run.resumable) or rundir.job_is_running:
         return None
-    if not any(isinstance(event, Step) for event in read_events(rundir.events_file)):
+    has_steps = any(isinstance(event, Step) for event in read_events(rundir.events_file))
+    if not has_steps and not directory.list_checkpoints(rundir.checkpoints):
         return None
     if not saved:
         return "holds a run that saved nothing (checkpoint.save = false) and cannot be resumed"

@@ -234,6 +234,13 @@ def test_a_run_without_checkpoints_has_a_directory_of_its_own(folder: Path) -> N
         sentence = refused(wanted, Request(directory=Path("runs/any")))
         assert "--run-dir runs/any holds a run that saved nothing (checkpoint.save = false) and cannot be resumed" in sentence
         assert "name another directory" in sentence
+    (folder / "runs/any-2/events.jsonl").rename(folder / "gone")  # as `phalanx checkpoint reshard` makes directories
+    assert "holds a run that saves checkpoints" in refused(unsaved, Request(directory=Path("runs/any-2")))
+    (folder / "gone").rename(folder / "runs/any-2/events.jsonl")
+    # A Kubernetes job that is still running is followed by the same command.
+    first.rundir.job_file.write_text("{}")
+    first.rundir.launch_id = "any-1"
+    assert prepared(unsaved).rundir.path == first.rundir.path
     assert "a run with checkpoint.save = false resumes none" in refused(unsaved, Request(directory=Path("runs/any-2")))
 
 
