@@ -167,7 +167,7 @@ class LatentAttention(nn.Module):
         latent_B1SR, shared_B1SP = self.kv_rank_norm(latent_BSR)[:, None], rotate(shared_BSP[:, None], rotation)
         if kv_cache is not None:  # caches the narrow vectors, not the expanded ones
             latent_B1SR, shared_B1SP = kv_cache.extend(latent_B1SR, shared_B1SP)
-        k_BHTE, v_BHTE = self._expand(latent_B1SR[:, 0], shared_B1SP)
+        k_BHTE, v_BHTE = self.expand(latent_B1SR[:, 0], shared_B1SP)
         attended = self.attend(q_BHSE, k_BHTE, v_BHTE, scope, self.scale)
         return self.output(attended.transpose(1, 2).flatten(2))
 
@@ -176,8 +176,8 @@ class LatentAttention(nn.Module):
             return self.query(x_BSD)
         return self.query_up(self.query_rank_norm(self.query_down(x_BSD)))
 
-    def _expand(self, latent_BTR: Tensor, shared_B1TP: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of every head."""
+    def expand(self, latent_BTR: Tensor, shared_B1TP: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of every head, from one narrow vector per token."""
         both = _heads(self.kv_up(latent_BTR), self.mla.nope_dim + self.mla.value_dim)
         plain, v_BHTE = both.split((self.mla.nope_dim, self.mla.value_dim), dim=-1)
         shared = shared_B1TP.to(plain.dtype).expand(-1, plain.shape[1], -1, -1)

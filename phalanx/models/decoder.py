@@ -69,7 +69,10 @@ INITIAL: dict[str, str] = {
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + feed-forward(norm(x)), in the dtype of x, whatever is added. The index decides whether it has experts."""
+    """x + attention(norm(x)), then x + feed-forward(norm(x)), in the dtype of x, whatever is added. The index decides whether it has experts.
+
+    Both halves are attributes like `forward`: a technique may replace one of them.
+    """
 
     def __init__(self, spec: ModelSpec, index: int):
         super().__init__()
@@ -79,9 +82,13 @@ class Block(nn.Module):
         self.mlp = _feed_forward(spec, index)
 
     def forward(self, x_BSD: Tensor, scope: Scope, rotation: Rotation | None, kv_cache: KVCache | None = None) -> Tensor:
-        dtype = x_BSD.dtype
-        x_BSD = (x_BSD + self.attention(self.attention_norm(x_BSD), scope, rotation, kv_cache)).to(dtype)
-        return (x_BSD + self.mlp(self.mlp_norm(x_BSD))).to(dtype)
+        return self.feed_forward_half(self.attention_half(x_BSD, scope, rotation, kv_cache))
+
+    def attention_half(self, x_BSD: Tensor, scope: Scope, rotation: Rotation | None, kv_cache: KVCache | None) -> Tensor:
+        return (x_BSD + self.attention(self.attention_norm(x_BSD), scope, rotation, kv_cache)).to(x_BSD.dtype)
+
+    def feed_forward_half(self, x_BSD: Tensor) -> Tensor:
+        return (x_BSD + self.mlp(self.mlp_norm(x_BSD))).to(x_BSD.dtype)
 
 
 def _feed_forward(spec: ModelSpec, index: int) -> nn.Module:

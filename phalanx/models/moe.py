@@ -259,6 +259,8 @@ class MoE(nn.Module):
     """The shared experts, which process every token, plus the routed experts."""
 
     dispatch: Callable[[Tensor, Tensor, Tensor, ExpertsLike], Tensor]
+    only_added = ("shared.down",)
+    """Linear layers whose results are only added to something: no gradient needs their values."""
 
     def __init__(self, dim: int, moe: Moe):
         super().__init__()

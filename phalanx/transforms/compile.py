@@ -12,10 +12,13 @@ import sys
 import textwrap
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from phalanx.transforms.blocks import blocks, named, routes_tokens
 
@@ -34,18 +37,22 @@ def apply(
     *,
     selective: bool = False,
 ) -> str:
-    """Compile each block's forward at its first call; returns a description. `selective`: `transforms/recompute` recomputes blocks that route
-    tokens selectively, and the compiler cannot see what happens there."""
+    """Compile each block's forward at its first call; returns a description. `selective`: `transforms/recompute` recomputes the routing half of
+    blocks selectively, or such blocks whole if they have no halves, and the compiler cannot see what happens there."""
     compiler = Compiler(backend, notice)
     whole, partly = [], []
     for name, block in blocks(parts, "memory.compile = true").items():
+        for module in block.modules():
+            if isinstance(expand := getattr(module, "expand", None), MethodType):  # wide and cheap, see `recompute.EXPANSION`
+                module.expand = partial(checkpoint, expand, use_reentrant=False)  # type: ignore[assignment]
         if not routes_tokens(block):
             block.forward = compiler.around(block.forward)
             whole.append(name)
-        elif selective:
-            continue
-        elif isinstance(attention := getattr(block, "attention", None), nn.Module):
+        elif hasattr(block, "attention_half"):
             # Routing counts tokens and depends on values: recomputed for a backward, it would compile to something else.
+            block.attention_half = compiler.around(block.attention_half)  # type: ignore[assignment, arg-type]
+            partly.append(name)
+        elif not selective and isinstance(attention := getattr(block, "attention", None), nn.Module):
             attention.forward = compiler.around(attention.forward)
             partly.append(name)
     compiled = [named(whole)] if whole else []

@@ -33,6 +33,11 @@ STORED = frozenset([FORWARD.default]) | frozenset(
     )
 )  # fmt: skip
 """Operations whose results "selective" stores."""
+EXPANSION = 32
+"""Products that are so many times wider than what they are computed from are not stored: to recompute them costs least per byte. They are the
+keys and values of latent attention."""
+_EXPANDING = {torch.ops.aten.mm.default: 0, torch.ops.aten.addmm.default: 1}
+"""Operations and the place of the narrow argument."""
 _PRODUCTS = frozenset(getattr(torch.ops.aten, name).default for name in ("mm", "addmm", "_scaled_mm", "_grouped_mm"))
 """Of those, the ones of linear layers and experts."""
 
@@ -47,7 +52,10 @@ def apply(
     changed = []
     for name, block in blocks(parts, f'memory.recompute = "{mode}"').items():
         if block_number(name, parts) % every == 0 and (mode == "full" or not compiled or routes_tokens(block)):
-            block.forward = _recomputed(block, mode)
+            # Of a block that routes tokens, the other half is compiled.
+            half = compiled and mode == "selective" and hasattr(block, "feed_forward_half")
+            attribute = "feed_forward_half" if half else "forward"
+            setattr(block, attribute, _recomputed(block, getattr(block, attribute), mode))
             changed.append(name)
     if compiled and mode == "selective" and not changed:
         return None
@@ -55,9 +63,14 @@ def apply(
     return f"{mode}: {named(changed)}{stored} recomputed in the backward" if changed else f"{mode}: no block of this rank"
 
 
-def _recomputed(block: nn.Module, mode: str) -> Callable[..., Any]:
-    """The block's forward with activation checkpointing."""
-    forward, counters = block.forward, [module for module in block.modules() if hasattr(module, "counting")]
+def _recomputed(block: nn.Module, forward: Callable[..., Any], mode: str) -> Callable[..., Any]:
+    """A block's forward, or a half of it, with activation checkpointing."""
+    counters = [module for module in block.modules() if hasattr(module, "counting")]
+    if mode == "selective":
+        for module in block.modules():
+            for name in getattr(module, "only_added", ()):
+                if (layer := dict(module.named_modules()).get(name)) is not None:
+                    layer.register_forward_hook(_forget, always_call=False)
     block.work = None  # type: ignore[assignment]  # set while `observe/counters` counts operations
 
     def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
@@ -95,6 +108,13 @@ class _Recompute:
             self._work.again += 1 if recomputing else -1
         for module in self._counters:
             module.counting = not recomputing  # type: ignore[assignment]
+
+
+def _forget(*_: Any) -> None:
+    """After a linear layer whose result no gradient needs."""
+    mode = getattr(_current, "mode", None)
+    if isinstance(mode, _Store):
+        mode.forget_product()
 
 
 def summed(add: Callable[[Tensor], Tensor], product: Tensor) -> Tensor:
@@ -159,15 +179,22 @@ class _Store(_Mode):
         out = func(*args, **(kwargs or {}))
         if func in STORED:
             self._store(func, out)
+            if func in _EXPANDING and out.shape[-1] >= EXPANSION * args[_EXPANDING[func]].shape[-1]:
+                self.results[-1].value = None
         return out
 
     def summed(self, add: Callable[[Tensor], Tensor], product: Tensor) -> Tensor:
-        last = self.results[-1] if self.results else None
-        if last is not None and last.func in _PRODUCTS and _storage(last.value) == _storage(product):
-            last.value, last.shape_only = last.value.new_empty(()).expand(last.value.shape), True
+        if self.results and self.results[-1].value is not None and _storage(self.results[-1].value) == _storage(product):
+            self.forget_product()
         total = add(product)
         self._store(summed, total)
         return total
+
+    def forget_product(self) -> None:
+        """Keep only the shape of the last result, if it is that of a matrix product, or of a sum of products over ranks."""
+        last = self.results[-1] if self.results else None
+        if last is not None and (last.func in _PRODUCTS or last.func is summed) and isinstance(last.value, Tensor):
+            last.value, last.shape_only = last.value.new_empty(()).expand(last.value.shape), True
 
     def _store(self, func: Any, out: Any) -> None:
         # Aliases: autograd attaches its graph to the returned tensors, and the graph must not keep itself alive.

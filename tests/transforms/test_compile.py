@@ -93,12 +93,15 @@ def test_selectively_recomputed_and_compiled_blocks_compute_the_same(kind: str) 
     assert distance(learned(made(KINDS[kind], both)), learned(made(KINDS[kind]))) <= 1e-6
 
 
-def test_blocks_that_route_tokens_are_recomputed_instead_of_compiled() -> None:
+def test_half_of_a_block_that_routes_tokens_is_recomputed_the_other_compiled() -> None:
     model = build(KINDS["mla"])
-    assert compile.apply([model], "eager", selective=True) == "blocks.0 compiled by torch.compile (eager), each separately"
+    assert compile.apply([model], "eager", selective=True) == (
+        "blocks.0 and the attention of blocks.1 … mtp.0.block (3), which route tokens compiled by torch.compile (eager), each separately"
+    )
     assert recompute.apply([model], "selective", 1, compiled=True) == (
         "selective: blocks.1 … mtp.0.block (3), all but matrix products and attention recomputed in the backward"
     )
+    assert "forward" not in vars(model.blocks["1"]) and "feed_forward_half" in vars(model.blocks["1"])  # type: ignore[index]
     assert recompute.apply([build(KINDS["dense"])], "selective", 1, compiled=True) is None
 
 

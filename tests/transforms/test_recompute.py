@@ -1,14 +1,16 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor, nn
-from transforms.small import CPU, KINDS, batch, differing, flops, kept, learned, learned_plainly, loss, made
+from transforms.small import CPU, KINDS, batch, differing, distance, flops, kept, learned, learned_plainly, loss, made
 
 from phalanx.models.init import build
 from phalanx.spec.errors import RunError, RunFailed
-from phalanx.spec.model import ModelSpec
-from phalanx.transforms import recompute
+from phalanx.spec.model import Mla, ModelSpec
+from phalanx.transforms import compile, recompute
 
 DEEP = ModelSpec(vocab=257, dim=64, layers=16, heads=4, kv_heads=2, context=256)
 TOKENS, POSITIONS, _ = batch(256, 1)
@@ -37,6 +39,25 @@ def test_memory_and_compute_of_sixteen_layers() -> None:
     assert bytes_kept["full"] < bytes_kept["selective"] < bytes_kept["none"]
     assert 1.25 <= work["full"] / work["none"] <= 1.40
     assert work["selective"] == work["none"]  # it repeats no matrix product and no attention
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_wide_keys_and_values_are_expanded_again(compiled: bool) -> None:
+    """Of 8 heads of 8 + 8 channels, from 4 channels: 32 times as wide."""
+    spec = ModelSpec(
+        vocab=257, dim=32, layers=2, heads=8, ffn=16, context=256,
+        mla=Mla(kv_rank=4, q_rank=None, nope_dim=8, rope_dim=4, value_dim=8),
+    )  # fmt: skip
+    stored = {}
+    for rank in (4, 5):
+        model = made(replace(spec, mla=replace(spec.mla, kv_rank=rank)), lambda parts: recompute.apply(parts, "selective", 1))  # type: ignore[type-var]
+        _, stored[rank] = kept(lambda model=model: model(TOKENS, POSITIONS))
+    if not compiled:
+        expanded, latent = 2 * 256 * 8 * (8 + 8) * 4, 2 * 256 * 4
+        assert stored[5] - stored[4] == expanded + latent
+    else:
+        model = made(spec, lambda parts: compile.apply(parts, "aot_eager_decomp_partition", pytest.fail))
+        assert distance(learned(model), learned(made(spec))) <= 1e-6
 
 
 def test_what_is_kept_is_freed_by_the_backward() -> None:

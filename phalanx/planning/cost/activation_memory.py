@@ -12,6 +12,8 @@ import numpy as np
 from phalanx.planning.cost.job_table import METHODS, RECOMPUTE, JobTable
 from phalanx.planning.machines.rates import Column
 
+_EXPANSION = 32
+
 
 class BlockActivations(NamedTuple):
     """Bytes of one micro-batch in one block."""
@@ -106,9 +108,9 @@ def _block_bytes(jobs: JobTable) -> tuple[_BlockBytes, _BlockBytes]:
     if not np.any(jobs.sparse_layers > 0):
         return dense, dense
     experts = _experts(jobs)
-    if np.any(jobs.compiled > 0):  # of a block with experts, only attention is compiled, from its normalized input on
-        inside = size * jobs.dim * tokens + attention.stored - _total(jobs)
-        before = np.where(jobs.compiled > 0, 2 * norm * residual_tokens(jobs) + inside, before)
+    if np.any(jobs.compiled > 0):  # of a block with experts, the half with attention is compiled
+        half = residual_stream(jobs) + attention.stored - _total(jobs) + norm * residual_tokens(jobs)
+        before = np.where(jobs.compiled > 0, half, before)
     sparse = (before + experts.kept, attention.stored + experts.stored, attention.products + experts.products)
     return dense, _BlockBytes(*sparse)
 
@@ -137,14 +139,17 @@ def _attention(jobs: JobTable) -> _BlockBytes:
         expanded = (jobs.kv_width - jobs.heads * jobs.rotated) / tensor
         inner = size * (2 * score + expanded + out) + heads + table
         kept = _read(jobs, 2) + tokens * (inner + latent * np.where(low, 6, 8))
-        stored = tokens * (size * (score + expanded + value + latent + jobs.rotated) + heads + scores)
+        products = tokens * (size * (score + expanded + value + latent + jobs.rotated) + heads + scores)
+        # Keys and values are expanded again, if they are far wider than what they are expanded from (`transforms/recompute`).
+        again = (jobs.compiled > 0) | (expanded >= _EXPANSION * jobs.kv_rank)
+        stored = products - np.where(again, size * tokens * expanded, 0.0)
     else:
         given = jobs.kv_width / kv_division(jobs)
         turned = np.where(low, 4, 0) * jobs.rotated * (1 - jobs.qk_norm)
         normed = 4.0 * jobs.qk_norm * (score + given / 2) * (1 + jobs.on_cpu)
         kept = _read(jobs, 3) + tokens * (size * (score + given + out) + heads + table + turned + normed)
-        stored = tokens * (size * (score + given + value) + heads + scores)
-    return _BlockBytes(kept, stored + _total(jobs), stored + size * tokens * jobs.dim)
+        stored = products = tokens * (size * (score + given + value) + heads + scores)
+    return _BlockBytes(kept, stored + _total(jobs), products + size * tokens * jobs.dim)
 
 
 def _table(jobs: JobTable) -> Column:
@@ -167,10 +172,9 @@ def _experts(jobs: JobTable) -> _BlockBytes:
     inner = rows * size * 5 * jobs.expert_ffn
     there = rows * size * jobs.dim * jobs.expert_tensor
     shared = np.where(shared_ffn > 0, _read(jobs, 2), 0) + size * 4 * shared_ffn / tensor * tokens
-    # The last product of routed experts is the last of the block.
+    # The last products of shared and routed experts are only added.
     stored = rows * size * 2 * jobs.expert_ffn + mine * 4 * jobs.experts + size * tokens * 2 * shared_ffn / tensor
     products = stored + rows * size * jobs.dim * jobs.expert_tensor + np.where(shared_ffn > 0, size * tokens * jobs.dim, 0)
-    stored = stored + np.where(shared_ffn > 0, _total(jobs), 0)
     return _BlockBytes(router + indices + inner + there + shared, stored, products)
 
 

@@ -4,6 +4,7 @@ different models (`benchmarks/planner/steps`)."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
@@ -65,6 +66,8 @@ class JobTable:
     mtp_depth: Column = 0
     latent: Column = 0
     """Width of the latent vectors that MLA expands queries, keys and values from, together; 0: no MLA."""
+    kv_rank: Column = 0
+    """Of those, the width for keys and values."""
     rotated: Column = 0
     """Width of the part of a head that rotary positions rotate."""
     qk_norm: Column = 0
@@ -147,7 +150,7 @@ class JobTable:
 
     def size(self) -> int:
         """Number of jobs."""
-        return int(np.broadcast(*(getattr(self, column.name) for column in fields(self))).size)
+        return math.prod(np.broadcast_shapes(*{np.shape(getattr(self, column.name)) for column in fields(self)}))
 
 
 def take(table: Any, rows: Any) -> Any:

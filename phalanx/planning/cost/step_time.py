@@ -106,7 +106,10 @@ def _recompute(jobs: JobTable, rates: Rates, block: BlockTime, communicating: Co
     constants say so)."""
     selective = jobs.recompute == RECOMPUTE.index("selective")
     some = (rates.reread * block.moved + rates.selective * block.attention) / jobs.recompute_every
-    return _repeated(jobs, rates) * (block.forward + communicating) + selective * some
+    # Keys and values of latent attention are expanded again.
+    flops = 2 * jobs.tokens * jobs.kv_rank * jobs.kv_width / jobs.tensor
+    expanded = (selective | (jobs.compiled > 0)) * flops / (jobs.peak * rates.gemm)
+    return _repeated(jobs, rates) * (block.forward + communicating) + selective * some + expanded
 
 
 def _host(jobs: JobTable, rates: Rates) -> tuple[Column, Column]:
@@ -344,12 +347,12 @@ def _moved(jobs: JobTable, rates: Rates, mean_ffn: Column) -> Column:
 def _rounded(jobs: JobTable, rates: Rates, mean_ffn: Column) -> Column:
     """Rounding to fp8 in separate passes over inputs and weights of the linear layers and gradients of their outputs."""
     gated = 1 + jobs.gated
-    each = (5 + gated) * jobs.dim + 2 * jobs.score_width + jobs.kv_width + (1 + gated) * mean_ffn
-    weights = jobs.attention_weights + (1 + gated) * jobs.dim * mean_ffn
-    # Blocks with experts are not compiled where they are recomputed selectively.
-    compiled = (jobs.fp8 > 2) & ((jobs.recompute != RECOMPUTE.index("selective")) | (jobs.sparse_layers == 0))
-    left = np.where(compiled, rates.fused_rounding, 1.0) * (jobs.fp8 > 1)
-    return left * (jobs.tokens * each + weights) / jobs.tensor * (rates.rounding / (jobs.bandwidth * rates.memory))
+    attention = jobs.tokens * (4 * jobs.dim + 2 * jobs.score_width + jobs.kv_width) + jobs.attention_weights
+    ffn = (1 + gated) * (jobs.tokens * (jobs.dim + mean_ffn) + jobs.dim * mean_ffn)
+    fused = np.where(jobs.fp8 > 2, rates.fused_rounding, 1.0)
+    # Of blocks with experts, only the half with attention is compiled.
+    elements = fused * attention + np.where(jobs.sparse_layers > 0, 1.0, fused) * ffn
+    return (jobs.fp8 > 1) * elements / jobs.tensor * (rates.rounding / (jobs.bandwidth * rates.memory))
 
 
 def _experts(jobs: JobTable, rates: Rates, sparse: Column) -> tuple[Column, Column]:

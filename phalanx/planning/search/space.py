@@ -118,6 +118,7 @@ class Space:
             "compute_bytes": 4 if self.compute == "fp32" else 2,
             # Only memory depends on these.
             "latent": model.mla.kv_rank + (model.mla.q_rank or 0) if model.mla else 0,
+            "kv_rank": model.mla.kv_rank if model.mla else 0,
             "rotated": model.rotated if model.positions == "rope" else 0,
             "qk_norm": int(model.qk_norm),
             "recompute_every": memory.recompute_every,
