@@ -129,7 +129,7 @@ class Row:
 
     def predicted_lines(self) -> list[str]:
         lines = self._lines("Predicted", self.option)
-        if not self.option.fits:
+        if not self.option.fits or self.fitting.seconds > 1.02 * self.option.seconds:
             how = f"recompute {self.fitting.recompute}, micro-batch {self.fitting.micro_batch}, offload {self.fitting.offload}"
             lines += self._lines(f"In Phalanx, with settings that fit ({how})", self.fitting)
         return lines
