@@ -54,7 +54,7 @@ def small_run(shape: tuple[int, int, int, int], device: Device, compute: Compute
         data=Data(source="memory", documents=(text, text), eval_fraction=0.0),
         train=Train(batch=micro * accumulation, sequence_length=sequence, steps=1000, micro_batch=micro),
         precision=Precision(compute=compute),
-        memory=Memory(recompute="none", offload="none"),
+        memory=Memory(recompute="none", offload="none", compile=False, loss_chunk=0),
         layout=Layout(data=1),
         cluster=Cluster(device=device),
     )

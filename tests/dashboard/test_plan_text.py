@@ -83,7 +83,7 @@ def test_plan_marks_what_does_not_fit_and_omits_what_is_unknown() -> None:
 
 def test_plan_tables_are_toml() -> None:
     table = tomllib.loads(run_file_tables(plans.found().best))
-    assert table["layout"]["shard"] == 128 and table["memory"] == {"recompute": "none", "offload": "none"}
+    assert table["layout"]["shard"] == 128 and table["memory"] == {"recompute": "none", "offload": "none", "compile": False}
 
 
 @pytest.mark.parametrize("width", [60, 80, 96, 100, 120])

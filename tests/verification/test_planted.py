@@ -173,11 +173,11 @@ def test_a_stage_that_computes_with_a_stale_weight(plant: Plant) -> None:
 
 
 def test_rows_sent_to_the_wrong_expert(plant: Plant) -> None:
-    def spread(original: Around, self: expert.DistributedExperts, x_RD: Any, counts_E: Any) -> Any:
+    def spread(original: Around, self: expert.DistributedExperts, x_RD: Any, counts_E: Any, *more_R: Any) -> Any:
         own = self.own
         if getattr(own, "planted", False):
-            self = replace(self, own=lambda rows, counts: own(rows, counts.flip(0)))
-        return original(self, x_RD, counts_E)
+            self = replace(self, own=lambda rows, counts, *more: own(rows, counts.flip(0), *more))
+        return original(self, x_RD, counts_E, *more_R)
 
     plant.mark("blocks.2.mlp.experts")
     plant(expert.DistributedExperts, "__call__", spread)
