@@ -129,8 +129,9 @@ def _given(request: PlanRequest, gpus: int) -> Plan:
 
 
 def _as_planned(run: Run, plan: Plan, request: PlanRequest) -> Run:
-    """The run with "auto" settings of [memory] as the planner chooses them; unchanged if nothing fits, so that the rehearsal shows why."""
-    if "auto" not in (run.memory.recompute, run.memory.offload):
+    """The run with open settings of [memory] as the planner chooses them; unchanged if nothing fits, so that the rehearsal shows why."""
+    memory = run.memory
+    if "auto" not in (memory.recompute, memory.offload) and None not in (memory.compile, memory.loss_chunk):
         return run
     try:
         best = search(replace(run, layout=plan.layout), request.cluster, most=1).best
@@ -167,30 +168,30 @@ def rehearse(run: Run, plan: Plan, rank: int, device: RehearsalDevice) -> Rehear
     began = time.process_time()
     with warnings.catch_warnings(action="ignore"):  # torch warns of its own fake tensors
         try:
-            with rehearsed_program(resolved(run), plan, rank, device) as (program, tracker):
+            with rehearsed_program(resolved(run, plan), plan, rank, device) as (program, tracker):
                 rehearsal = _run(program, tracker, device)
         except _NEEDS_VALUES as error:
             raise RunError(
                 f"The program cannot be rehearsed: it reads the values of a tensor ({_short(error)}), and rehearsals have none; "
                 "a module of your own must not depend on values on the host."
             ) from error
-    return replace(rehearsal, seconds=time.process_time() - began, notes=_notes(run, device, rehearsal.in_use))
+    return replace(rehearsal, seconds=time.process_time() - began, notes=_notes(run, plan, device, rehearsal.in_use))
 
 
-def resolved(run: Run) -> Run:
+def resolved(run: Run, plan: Plan) -> Run:
     """The run with "auto" settings off, and uncompiled. Compiled blocks store what selective recomputation stores."""
     memory = run.memory
     recompute = "none" if memory.recompute == "auto" else memory.recompute
-    if recompute == "none" and _stores_as_compiled(run):
+    if recompute == "none" and _stores_as_compiled(run, plan):
         recompute = "selective"
     offload = "none" if memory.offload == "auto" else memory.offload
     return replace(run, memory=replace(memory, recompute=recompute, offload=offload, compile=False))
 
 
-def _stores_as_compiled(run: Run) -> bool:
+def _stores_as_compiled(run: Run, plan: Plan) -> bool:
     """Whether selective recomputation stores what the run's compiled blocks store. Those of tensor ranks also store gathered inputs, and of
     blocks with experts only attention is compiled."""
-    return bool(run.memory.compile) and run.layout.tensor == 1 and run.model.moe is None
+    return bool(run.memory.compile) and plan.layout.tensor == 1 and run.model.moe is None
 
 
 def _refuse(plan: Plan, rank: int) -> None:
@@ -295,7 +296,7 @@ def _timeline(ledger: Ledger, built: int) -> tuple[tuple[float, int], ...]:
     )
 
 
-def _notes(run: Run, device: RehearsalDevice, in_use: int) -> tuple[str, ...]:
+def _notes(run: Run, plan: Plan, device: RehearsalDevice, in_use: int) -> tuple[str, ...]:
     """Where the rehearsal differs from the run."""
     notes = []
     if device.card and device.capacity is not None and _CLOSE * device.capacity < in_use <= device.capacity:
@@ -305,7 +306,7 @@ def _notes(run: Run, device: RehearsalDevice, in_use: int) -> tuple[str, ...]:
             "Activations that return from the host are freed when the GPU has used them, which a rehearsal cannot time: the allocator may "
             "reserve up to twice as much as shown."
         )
-    if run.memory.compile and _stores_as_compiled(run):
+    if run.memory.compile and _stores_as_compiled(run, plan):
         notes.append("Blocks are rehearsed uncompiled, with what compiled blocks store for the backward.")
     elif run.memory.compile:
         notes.append("Blocks are rehearsed uncompiled. Compiled blocks take less memory than shown.")
