@@ -156,25 +156,21 @@ def test_api_explain_equals_the_command(tmp_path: Path) -> None:
 
 
 def test_plan_of_16384_gpus_does_not_import_torch() -> None:
+    """And it rules out nearly all layouts without looking at each. Counted, not timed: machines differ, and may be busy."""
     program = (
-        "import resource, sys\n"
+        "import sys\n"
         "sys.argv = ['phalanx', 'plan', 'examples/llama3-405b.toml', '--free']\n"
         "from phalanx.cli.main import main\n"
         "try:\n    main()\n"
         "except SystemExit as end:\n    assert not end.code, end.code\n"
         "assert not {'torch', 'matplotlib'} & set(sys.modules)\n"
-        "used = resource.getrusage(resource.RUSAGE_SELF)\n"
-        "print(used.ru_utime + used.ru_stime)\n"
     )
-    took = []
-    for _ in range(3):
-        done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
-        assert done.returncode == 0, done.stderr
-        # CPU time, as this machine may be busy: on a quiet one it is the wall time too.
-        took.append(float(done.stdout.splitlines()[-1]))
-        if took[-1] < 2.0:
-            break
-    assert min(took) < 2.0
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    found = re.search(r"([\d,]+) legal layouts evaluated, ([\d,]+) of them one by one", done.stdout)
+    assert found is not None, done.stdout
+    legal, one_by_one = (int(number.replace(",", "")) for number in found.groups())
+    assert legal > 50_000_000 and one_by_one < legal / 200
 
 
 @pytest.mark.slow
