@@ -138,6 +138,8 @@ class LatentAttention(nn.Module):
     cache holds only that vector. A head's query and key have a part without position and a rotated part, whose key all heads share."""
 
     attend: Attend
+    recomputed = ("expand",)
+    """Methods whose results are wide and cheap: a compiled backward calls them again."""
 
     def __init__(self, spec: ModelSpec, mla: Mla):
         super().__init__()

@@ -13,7 +13,6 @@ import textwrap
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
-from types import MethodType
 from typing import Any
 
 import torch
@@ -43,8 +42,9 @@ def apply(
     whole, partly = [], []
     for name, block in blocks(parts, "memory.compile = true").items():
         for module in block.modules():
-            if isinstance(expand := getattr(module, "expand", None), MethodType):  # wide and cheap, see `recompute.EXPANSION`
-                module.expand = partial(checkpoint, expand, use_reentrant=False)  # type: ignore[assignment]
+            for method in getattr(module, "recomputed", ()):
+                again = partial(checkpoint, getattr(module, method), use_reentrant=False, preserve_rng_state=False)
+                setattr(module, method, again)
         if not routes_tokens(block):
             block.forward = compiler.around(block.forward)
             whole.append(name)
