@@ -82,6 +82,10 @@ class Accelerator:
         """Page-lock memory that torch did not allocate; returns what unlocks it, or why it cannot be locked."""
         return lambda: None
 
+    def copy_to_host(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """Start a copy to the host; the function that is returned waits for it, not for what the device begins afterwards."""
+        return lambda: tensor
+
     # Order and time.
 
     def synchronize(self, device: torch.device | None = None) -> None:
@@ -156,6 +160,18 @@ class Cuda(Accelerator):
         if error := int(cudart.cudaHostRegister(pointer, size, 1)):  # 1: for all devices of this process
             return f"CUDA error {error}"
         return lambda: cudart.cudaHostUnregister(pointer)
+
+    def copy_to_host(self, tensor: Tensor) -> Callable[[], Tensor]:
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        host.copy_(tensor, non_blocking=True)
+        copied = torch.cuda.Event()
+        copied.record()
+
+        def read() -> Tensor:
+            copied.synchronize()
+            return host
+
+        return read
 
     def synchronize(self, device: torch.device | None = None) -> None:
         torch.cuda.synchronize(device)

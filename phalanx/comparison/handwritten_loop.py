@@ -119,7 +119,7 @@ class HandwrittenLoop:
         compiled = "blocks compiled" if job.compile else "not compiled"
         self.settings = f"plain PyTorch, {weights}, {compiled}, loss in chunks of {_CHUNK:,}"
 
-    def step(self) -> float:
+    def step(self) -> Tensor:
         tokens, targets = self.job.batches[self.taken]
         states = self.model(tokens)
         # The backward of the head runs chunk by chunk; that of the blocks starts from the gradients of all chunks.
@@ -133,7 +133,7 @@ class HandwrittenLoop:
         nn.utils.clip_grad_norm_(self.params, self.job.run.train.clip, foreach=True)
         self.update()
         self.taken += 1
-        return total.item()
+        return total
 
     @torch.no_grad()
     def update(self) -> None:

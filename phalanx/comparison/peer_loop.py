@@ -119,8 +119,8 @@ class PeerLoop:
         self._optimizer = job.adamw(list(self._params))
         self._taken = 0
 
-    def step(self) -> float:
-        """Takes one step; returns its loss."""
+    def step(self) -> Tensor:
+        """Takes one step; returns its loss, without waiting for it."""
         tokens, targets = self._job.batches[self._taken]
         self._optimizer.zero_grad(set_to_none=True)
         with self.computing():
@@ -131,7 +131,7 @@ class PeerLoop:
             group["lr"] = self._job.rate(self._taken)
         self._optimizer.step()
         self._taken += 1
-        return loss.item()
+        return loss.detach()
 
     def computing(self) -> AbstractContextManager[Any]:
         """The context of a forward."""

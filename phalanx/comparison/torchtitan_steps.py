@@ -63,7 +63,7 @@ class TorchtitanSteps:
         words = f"Llama 3, fp32 weights{cast}{' (FSDP2 on one rank)' if fsdp and not cast else ''}"
         self.settings = f"{words}, {'blocks compiled' if job.compile else 'not compiled'}, logits of all tokens"
 
-    def step(self) -> float:
+    def step(self) -> Tensor:
         return self._loop.step()
 
     def _losses(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:

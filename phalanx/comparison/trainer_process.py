@@ -15,8 +15,9 @@ import textwrap
 import time
 import traceback
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
-from typing import Protocol, TextIO
+from typing import Any, Protocol, TextIO
 
 import torch
 from torch import Tensor
@@ -41,8 +42,8 @@ class StepTrainer(Protocol):
     settings: str
     compute: str
 
-    def step(self) -> float:
-        """Takes one step; returns its loss."""
+    def step(self) -> float | Tensor:
+        """Takes one step; returns its loss, which may still be computed."""
         ...
 
     def token_losses(self, tokens: Tensor, targets: Tensor, /) -> Tensor:
@@ -76,24 +77,41 @@ def make(job: TrainerJob) -> tuple[StepTrainer, PeerJob]:
 
 
 def take(trainer: StepTrainer, kind: Accelerator, steps: int) -> Turn:
-    """Takes steps and measures each from an idle device to an idle device."""
-    seconds, cpu_seconds, losses = [], [], []
+    """Takes steps and measures each from the end of the one before: on a GPU, from the moment at which its last kernel ended, the first
+    from an idle device. A trainer that does not wait for its results may launch the next step before."""
+    losses: list[float | Tensor] = []
+    kind.synchronize()
+    cpu, ends = [time.process_time()], [_mark(kind)]
     for _ in range(steps):
-        kind.synchronize()
-        start, busy = time.perf_counter(), time.process_time()
         losses.append(trainer.step())
-        kind.synchronize()
-        seconds.append(time.perf_counter() - start)
-        cpu_seconds.append(time.process_time() - busy)
+        ends.append(_mark(kind))
+        cpu.append(time.process_time())
+    kind.synchronize()
+    seconds = [_between(begin, end) for begin, end in pairwise(ends)]
+    cpu_seconds = [end - begin for begin, end in pairwise(cpu)]
     on_gpu = kind.asynchronous
     return Turn(
         seconds=tuple(seconds),
         cpu_seconds=tuple(cpu_seconds),
-        losses=tuple(losses),
+        losses=tuple(float(loss) for loss in losses),
         memory=kind.max_memory_allocated() if on_gpu else peak_resident(),
         reserved=kind.max_memory_reserved() if on_gpu else None,
         retries=kind.allocation_retries(),
     )
+
+
+def _mark(kind: Accelerator) -> Any:
+    """This moment on the device, or on the host where an operation is complete when it returns."""
+    if not kind.asynchronous:
+        return time.perf_counter()
+    event = kind.event(timing=True)
+    event.record()
+    return event
+
+
+def _between(begin: Any, end: Any) -> float:
+    """Seconds between two marks."""
+    return float(end - begin if isinstance(end, float) else begin.elapsed_time(end) / 1000)
 
 
 def forget_peak(kind: Accelerator) -> None:

@@ -36,7 +36,7 @@ class TransformersSteps:
         cast = "fp32 weights" if job.compute == "fp32" else "fp32 weights, autocast to bf16"
         self.settings = f"{family}, {cast}, {'compiled whole' if job.compile else 'not compiled'}, sdpa, logits of all tokens"
 
-    def step(self) -> float:
+    def step(self) -> Tensor:
         return self._loop.step()
 
     def _losses(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:

@@ -90,7 +90,7 @@ def _adamw_(
     pointers = torch.tensor([[tensor.data_ptr() for tensor in column] for column in columns], dtype=torch.int64)
     align = 16 if not (pointers % 16).any() else min(tensor.element_size() for column in columns for tensor in column[:1])
     blocks = _blocks(tuple(value.numel() for value in values), device)
-    taken = torch.stack(steps).double()
+    taken = _stacked(steps).double()
     adamw_kernel[(len(blocks),)](
         pointers.pin_memory().to(device, non_blocking=True),
         blocks,
@@ -117,6 +117,14 @@ def _adamw_(
 @_adamw_.register_fake
 def _(values, gradients, means, squares, steps, weights, divisor, skip, learning_rate, beta1, beta2, eps, weight_decay):  # type: ignore[no-untyped-def]
     return None
+
+
+def _stacked(scalars: Sequence[Tensor]) -> Tensor:
+    """Scalars as one tensor; without a copy where they are neighbors in memory."""
+    first, size = scalars[0], scalars[0].element_size()
+    if all(scalar.data_ptr() == first.data_ptr() + index * size for index, scalar in enumerate(scalars)):
+        return first.as_strided((len(scalars),), (1,))
+    return torch.stack(list(scalars))
 
 
 @lru_cache(maxsize=8)

@@ -69,6 +69,13 @@ def weight_decay(param: OwnedParam, spec: OptimizerSpec) -> float:
     return spec.weight_decay if len(param.shard.slice.whole) >= 2 else 0.0
 
 
+def _counters(decays: Sequence[float], device: torch.device) -> list[Tensor]:
+    """A scalar for each parameter. Those of parameters with the same decay, which one kernel updates, are neighbors in memory."""
+    scalars = iter(torch.zeros(len(decays), dtype=torch.float32, device=device).unbind())
+    places = {index: next(scalars) for decay in dict.fromkeys(decays) for index, own in enumerate(decays) if own == decay}
+    return [places[index] for index in range(len(decays))]
+
+
 class AdamW(ParamOptimizer):
     """AdamW with states on the device, in fp32 or with bf16 moments."""
 
@@ -76,7 +83,7 @@ class AdamW(ParamOptimizer):
         self._params = list(params)
         moments, self._decays = setup.moments, [weight_decay(param, setup.spec) for param in params]
         values = [param.value.detach() for param in params]
-        self._steps = [torch.zeros((), dtype=torch.float32, device=value.device) for value in values]
+        self._steps = _counters(self._decays, values[0].device) if values else []
         self._moments = [(torch.zeros_like(v, dtype=moments), torch.zeros_like(v, dtype=moments)) for v in values]
         self._kernel = bool(values) and launches_triton(values[0])
         self._converts_moments = moments != torch.float32

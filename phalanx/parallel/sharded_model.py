@@ -5,7 +5,7 @@ read it."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any, Protocol, Self
@@ -187,15 +187,23 @@ class ShardedModel:
                 terms.setdefault(1 / self.copies(owned.shard), []).append(owned.gradient)
         if list(terms) == [1 / self.step_group.size]:
             # Every rank has all gradients: no communication, and the same bits for any number of ranks.
-            return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(next(iter(terms.values())), 2, torch.float32)))
+            return torch.linalg.vector_norm(_norms(next(iter(terms.values()))))
         square = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         for share, gradients in terms.items():
-            square += torch.stack(torch._foreach_norm(gradients, 2, torch.float32)).double().square().sum() * share
+            square += _norms(gradients).double().square().sum() * share
         return self.step_group.all_reduce(square).sqrt().float()
 
     def copies(self, shard: ParamShard) -> int:
         """How many ranks of this stage, of those that take a step together, hold the same slice."""
         return self.step_group.size // self.mesh.layout.pipeline // math.prod(self.mesh.size(axis) for axis in shard.split)
+
+
+def _norms(gradients: Sequence[Tensor]) -> Tensor:
+    """Norm of each, in fp32. torch has one kernel for many tensors of the same dtype, and one each where dtypes are mixed."""
+    alike = [
+        [gradient for gradient in gradients if gradient.dtype == dtype] for dtype in dict.fromkeys(g.dtype for g in gradients)
+    ]
+    return torch.stack([norm for group in alike for norm in torch._foreach_norm(group, 2, torch.float32)])
 
 
 def _sum_together(gradients: list[Tensor], group: Group) -> None:

@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor
 
+from phalanx import accelerator
 from phalanx.models.moe import routers
 from phalanx.observe.comm_timer import COMM_TIMER, span
 from phalanx.optim.optimizer import Optimizer
@@ -61,6 +62,26 @@ class Pending:
     """The update divides every gradient by it; None until the norm is known."""
     verdict: Tensor | None = None
     """GOOD, NOT_FINITE or SPIKE; None until all ranks have agreed."""
+    read_verdict: Callable[[], float] | None = None
+    """The verdict on the host; waits for the device, but not for the update."""
+
+
+_VERDICT = 4
+"""Its place among the results of a step."""
+
+
+def _outcome(totals: StepTotals, results: Sequence[float]) -> Outcome:
+    loss, tokens, digest, norm, verdict, *load = results
+    return Outcome(
+        loss=loss,
+        tokens=int(tokens),
+        digest=f"{int(digest):x}",
+        grad_norm=norm,
+        verdict=int(verdict),
+        stopped=totals.stopped,
+        memory=totals.memory,
+        expert_load=load[0] if load else None,
+    )
 
 
 class Stepper:
@@ -119,16 +140,20 @@ class Stepper:
             if not totals.stopped:
                 self.hooks.after_backward(context)
                 self.pending = pending
+                self._remember_loads(totals.loads)
             norm, pending.divisor = self._norm_and_divisor(totals)
             loss = totals.loss / totals.tokens.clamp(min=1)
             verdict = self._judge(loss, norm)
+            # On its way before the update is launched: the host prepares the next step while the device still updates.
+            results = self._results(totals, loss, norm, verdict)
             if not totals.stopped:
                 context.finite, pending.verdict = verdict != NOT_FINITE, verdict
+                pending.read_verdict = lambda: results()[_VERDICT]
                 with span("other"):
                     self._before_update(context)
                 self._apply(pending, optimizer)
             self.own_loss = totals.own_loss
-            return self._outcome(totals, loss, norm, verdict)
+            return _outcome(totals, results())
 
     def accumulate(self, batches: Sequence[MicroBatch], stop_request: StopRequest) -> StepTotals:
         """Gradients of the global batch, summed over micro-batches and ranks and divided by its capacity in tokens."""
@@ -251,15 +276,12 @@ class Stepper:
 
         Waits for no other rank, except in optimizers and states that several ranks keep together.
         """
-        assert pending.divisor is not None and pending.verdict is not None
+        assert pending.divisor is not None and pending.verdict is not None and pending.read_verdict is not None
         self.update_incomplete = True
         self.hooks.on_update(self.number)
         skip = (pending.verdict != GOOD).float()
         self.observer.run("optimizer", optimizer.step, pending.learning_rate, pending.divisor, skip)
-        verdict = int(pending.verdict.item())
-        loads = pending.totals.loads
-        if loads:
-            self._recent_loads.append(torch.cat(list(loads.values())))
+        verdict, loads = int(pending.read_verdict()), pending.totals.loads
         if verdict == GOOD:
             # Every rank has the same counts, so all copies of a router change alike.
             for name, router in self._routers.items():
@@ -269,21 +291,17 @@ class Stepper:
         self.hooks.after_update(self.number)
         self.pending, self.applied, self.update_incomplete = None, pending, False
 
-    def _outcome(self, totals: StepTotals, loss: Tensor, norm: Tensor, verdict: Tensor) -> Outcome:
-        """Reads the results of the step from the device."""
+    def _remember_loads(self, loads: Mapping[str, Tensor]) -> None:
+        if loads:
+            self._recent_loads.append(torch.cat(list(loads.values())))
+
+    def _results(self, totals: StepTotals, loss: Tensor, norm: Tensor, verdict: Tensor) -> Callable[[], list[float]]:
+        """Starts to copy the results of the step to the host; returns what waits for them."""
         recent = self._loads.split(torch.stack(tuple(self._recent_loads)).sum(0)) if self._recent_loads else {}
         load = [imbalance(recent.values())] if recent else []
-        values = torch.stack((loss, totals.tokens, totals.digest, norm.double(), verdict.double(), *load)).tolist()
-        return Outcome(
-            loss=values[0],
-            tokens=int(values[1]),
-            digest=f"{int(values[2]):x}",
-            grad_norm=values[3],
-            verdict=int(values[4]),
-            stopped=totals.stopped,
-            memory=totals.memory,
-            expert_load=values[5] if load else None,
-        )
+        values = torch.stack((loss, totals.tokens, totals.digest, norm.double(), verdict.double(), *load))
+        read = accelerator.of(self._mesh.device).copy_to_host(values)
+        return lambda: read().tolist()
 
     def repeat(self, batches: Sequence[MicroBatch]) -> None:
         """Computes the gradients of this step again; all ranks call it together."""
@@ -301,6 +319,7 @@ class Stepper:
         if self.pending.divisor is None:
             self.pending.divisor = torch.tensor(divisor, dtype=torch.float32, device=self._mesh.device)
         self.pending.verdict = torch.tensor(verdict, dtype=torch.float32, device=self._mesh.device)
+        self.pending.read_verdict = lambda: verdict
         self.hooks.before_update(StepContext(self.number, self.sharded, optimizer, lambda: None))
         self._apply(self.pending, optimizer)
         return not verdict

@@ -11,7 +11,8 @@ import logging
 import sys
 import textwrap
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -55,6 +56,8 @@ def apply(
         elif not selective and isinstance(attention := getattr(block, "attention", None), nn.Module):
             attention.forward = compiler.around(attention.forward)
             partly.append(name)
+    for part in parts:
+        part.forward = compiler.ready(part.forward)
     compiled = [named(whole)] if whole else []
     compiled += [f"the attention of {named(partly)}, which route tokens"] if partly else []
     return f"{' and '.join(compiled) or 'nothing'} compiled by torch.compile ({backend}), each separately"
@@ -68,7 +71,7 @@ class Compiler:
         import torch._dynamo
         import torch._functorch.config
 
-        self._notice, self._reported = notice, False
+        self._notice, self._reported, self._is_ready = notice, False, False
         self._compile = torch._dynamo.lookup_backend(backend)
         self._backend = self._compile_or_return  # one object: blocks share a compilation only if they have the same backend
         self._settings = torch._dynamo.config, torch._functorch.config
@@ -76,23 +79,43 @@ class Compiler:
         logging.getLogger("torch._dynamo.convert_frame").addFilter(self._shorten)
 
     def around(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """The forward, compiled at its first call and whenever its shapes change."""
         compiled = torch.compile(forward, backend=self._backend, dynamic=False)
-        dynamo, functorch = self._settings
 
         def attempt(*args: Any, **kwargs: Any) -> Any:
             # Without gradients this is evaluation or generation, whose shapes change from call to call.
             if not torch.is_grad_enabled():
                 return forward(*args, **kwargs)
-            # A part that cannot be compiled runs uncompiled in its place. The backward is compiled along with the forward, so that
-            # this is known in time. Equal blocks share one compilation; the limit is for blocks that differ.
+            with nullcontext() if self._is_ready else self._compiling():
+                return compiled(*args, **kwargs)
+
+        return attempt
+
+    def ready(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """The forward of a module with compiled blocks: it sets the compiler's settings once for all of them, which takes longer than it takes
+        to launch a small block."""
+
+        def with_settings(*args: Any, **kwargs: Any) -> Any:
+            with self._compiling():
+                return forward(*args, **kwargs)
+
+        return with_settings
+
+    @contextmanager
+    def _compiling(self) -> Iterator[None]:
+        """A part that cannot be compiled runs uncompiled in its place. The backward is compiled along with the forward, so that this is known
+        in time. Equal blocks share one compilation; the limit is for blocks that differ."""
+        dynamo, functorch = self._settings
+        outer, self._is_ready = self._is_ready, True
+        try:
             with (
                 warnings.catch_warnings(action="ignore"),  # warnings of compilers are for their authors
                 dynamo.patch(suppress_errors=True, recompile_limit=1024),
                 functorch.patch(force_non_lazy_backward_lowering=True, **_STORE_LESS),
             ):
-                return compiled(*args, **kwargs)
-
-        return attempt
+                yield
+        finally:
+            self._is_ready = outer
 
     def _compile_or_return(self, graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         """Returns what the backend cannot compile unchanged."""

@@ -39,6 +39,33 @@ for rows, columns in ((64, 128256), (33, 50257), (77, 1001), (5, 3)):
 print("ok")
 """
 
+HEAD = """
+import torch
+import torch.nn.functional as F
+from phalanx.kernels.scaled import scaled
+from phalanx.models.decoder import IGNORED
+from phalanx.parallel.group import Group
+from phalanx.parallel.vocab_parallel import Projected, Share, VocabularyLoss
+
+for rows in (50257, 8192, 1003):  # some are no multiple of what products like
+    for dtype in (torch.bfloat16, torch.float16):
+        x = torch.randn(2, 100, 256, device="cuda").to(dtype).requires_grad_()
+        weight = (0.1 * torch.randn(rows, 256, device="cuda")).to(dtype).requires_grad_()
+        targets = torch.randint(rows, (2, 100), device="cuda")
+        targets[:, ::7] = IGNORED
+        loss = VocabularyLoss(Share(0, Group((0,), 0, "tensor", None)), rows, 64, whole=None)(Projected(x, weight), targets)
+        found = torch.autograd.grad(loss * 0.3, (x, weight))
+        exact = [value.detach().double().requires_grad_() for value in (x, weight)]
+        wanted = F.cross_entropy(F.linear(*exact).flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
+        torch.testing.assert_close(loss.double(), wanted, rtol=2e-3, atol=0)
+        for one, other in zip(found, torch.autograd.grad(wanted * 0.3, exact)):
+            assert one.shape == other.shape and (one - other).norm() / other.norm() < 1e-2, (rows, dtype)
+        for size in (1, 4095, 4096, 100_003):
+            values, factor = torch.randn(size, device="cuda").to(dtype), torch.rand((), device="cuda")
+            assert torch.equal(scaled(values, factor), values * factor)
+print("ok")
+"""
+
 ADAMW = """
 import torch
 from phalanx.kernels.fused_adamw import AdamWRow, AdamWSettings, adamw_
@@ -106,7 +133,12 @@ print("ok")
 
 @pytest.mark.parametrize(
     "program",
-    [pytest.param(CROSS_ENTROPY, id="cross-entropy"), pytest.param(ADAMW, id="adamw"), pytest.param(DOCUMENTS, id="documents")],
+    [
+        pytest.param(CROSS_ENTROPY, id="cross-entropy"),
+        pytest.param(HEAD, id="head"),
+        pytest.param(ADAMW, id="adamw"),
+        pytest.param(DOCUMENTS, id="documents"),
+    ],
 )
 def test_kernel(program: str, gpu_environment: dict[str, str]) -> None:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=600, env=gpu_environment)

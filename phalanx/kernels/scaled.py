@@ -1,0 +1,30 @@
+"""A tensor times one number that the device has: torch's product reads and writes element by element where a factor is a tensor. Used by
+`parallel/vocab_parallel`, whose gradients are as large as the head."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from phalanx.kernels.triton_support import launches_triton, operation
+
+_BLOCK = 4096
+
+
+def scaled(x: Tensor, factor: Tensor) -> Tensor:
+    """x · factor in the dtype of x, computed in fp32."""
+    return _scaled(x, factor) if launches_triton(x) and x.is_contiguous() else x * factor
+
+
+@operation("scaled", mutates=())
+def _scaled(x: Tensor, factor: Tensor) -> Tensor:
+    from phalanx.kernels.scaled_triton import scale_kernel
+
+    y = torch.empty_like(x)
+    scale_kernel[(-(-x.numel() // _BLOCK),)](x, y, factor, x.numel(), BLOCK=_BLOCK, num_warps=8)
+    return y
+
+
+@_scaled.register_fake
+def _(x: Tensor, factor: Tensor) -> Tensor:
+    return torch.empty_like(x)
