@@ -23,6 +23,11 @@ from phalanx.spec.plan import Plan
 from phalanx.spec.run import Run
 from phalanx.transforms import activations, compile, fp8, recompute
 
+_ENOUGH_FLOPS = 4e12
+"""Of one micro-batch in blocks that are compiled as one function, with their backward: some milliseconds, in which the host launches the next."""
+_MOST_TOGETHER = 4
+"""Such blocks. Compilation takes as many times as long."""
+
 
 def apply(parts: list[nn.Module], run: Run, plan: Plan, mesh: Mesh, recipe: Recipe) -> ShardedModel:
     """Apply the layout to `parts`, this rank's stages of the model."""
@@ -70,12 +75,28 @@ def transform(parts: list[nn.Module], run: Run, plan: Plan, mesh: Mesh) -> dict[
             raise RunError([f'precision.compute = "fp8" is not available: {reason}; set precision.compute = "bf16".'])
         applied["fp8"] = fp8.apply(parts, run.precision.fp8_scaling, mesh.device)
     if memory.compile:
-        applied["compile"] = compile.apply(parts, selective=memory.recompute == "selective")
+        applied["compile"] = compile.apply(
+            parts, selective=memory.recompute == "selective", together=_compiled_together(run, plan, mesh)
+        )
     if memory.recompute != "none" and memory.recompute != "auto":
         applied["recompute"] = recompute.apply(parts, memory.recompute, memory.recompute_every, compiled=bool(memory.compile))
     if memory.activations == "cpu":
         applied["activations"] = activations.apply(parts, mesh.device)
     return applied
+
+
+def _compiled_together(run: Run, plan: Plan, mesh: Mesh) -> int:
+    """How many blocks are compiled as one function: on GPUs as many as the device computes on for some milliseconds, which is more than one
+    where blocks are small, if nothing is done to single blocks (sharding, recomputation) and all are alike."""
+    spec, memory, layout = run.model, run.memory, plan.layout
+    alike = spec.module is None and spec.moe is None and spec.mtp_depth == 0
+    single = memory.recomputes or memory.activations == "cpu" or layout.pipeline > 1 or (layout.zero == 3 and layout.shard > 1)
+    if not alike or single or not accelerator.of(mesh.device).asynchronous:
+        return 1
+    tokens = plan.micro_batch * run.train.sequence_length // layout.context
+    flops = spec.flops_per_token(run.train.sequence_length) / spec.layers * tokens / layout.tensor
+    counts = [count for count in range(1, _MOST_TOGETHER + 1) if spec.layers % count == 0]
+    return next((count for count in counts if count * flops >= _ENOUGH_FLOPS), counts[-1])
 
 
 def residual_dtype(run: Run, plan: Plan, mesh: Mesh) -> torch.dtype:

@@ -36,8 +36,10 @@ def apply(
     notice: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True),
     *,
     selective: bool = False,
+    together: int = 1,
 ) -> str:
-    """Compile each block's forward at its first call; returns a description. `selective`: `transforms/recompute` recomputes the routing half of
+    """Compile each block's forward at its first call; returns a description. `together`: blocks that follow each other and are compiled as
+    one function, if nothing is attached to single ones: small blocks take longer to launch than to compute. `selective`: `transforms/recompute` recomputes the routing half of
     blocks selectively, or such blocks whole if they have no halves, and the compiler cannot see what happens there."""
     compiler = Compiler(backend, notice)
     whole, partly = [], []
@@ -46,8 +48,10 @@ def apply(
             for method in getattr(module, "recomputed", ()):
                 again = partial(checkpoint, getattr(module, method), use_reentrant=False, preserve_rng_state=False)
                 setattr(module, method, again)
-        if not routes_tokens(block):
+        if not routes_tokens(block) and together == 1:
             block.forward = compiler.around(block.forward)
+            whole.append(name)
+        elif not routes_tokens(block):
             whole.append(name)
         elif hasattr(block, "attention_half"):
             # Routing counts tokens and depends on values: recomputed for a backward, it would compile to something else.
@@ -56,11 +60,44 @@ def apply(
         elif not selective and isinstance(attention := getattr(block, "attention", None), nn.Module):
             attention.forward = compiler.around(attention.forward)
             partly.append(name)
+    if together > 1:
+        for part in parts:
+            _join(list(part.get_submodule("blocks").children()), together, compiler)
     for part in parts:
         part.forward = compiler.ready(part.forward)
     compiled = [named(whole)] if whole else []
     compiled += [f"the attention of {named(partly)}, which route tokens"] if partly else []
-    return f"{' and '.join(compiled) or 'nothing'} compiled by torch.compile ({backend}), each separately"
+    return f"{' and '.join(compiled) or 'nothing'} compiled by torch.compile ({backend}), {'each separately' if together == 1 else f'{together} together'}"
+
+
+class _Chain(nn.Module):
+    """Blocks that follow each other. The model holds them, and knows nothing of this."""
+
+    def __init__(self, blocks: Sequence[nn.Module]):
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, x_BSD: Any, *context: Any) -> Any:
+        for block in self.blocks:
+            x_BSD = type(block).forward(block, x_BSD, *context)  # its own forward is this chain's, or does nothing
+        return x_BSD
+
+
+def _join(blocks: Sequence[nn.Module], together: int, compiler: Compiler) -> None:
+    """The first block of each chain computes all of it, the others return their input."""
+    for first in range(0, len(blocks), together):
+        chain = _Chain(blocks[first : first + together])
+        head, *others = chain.blocks
+        head.forward = compiler.around(chain.forward, otherwise=head.forward)
+        for block in others:
+            block.forward = _skipping(block.forward)
+
+
+def _skipping(forward: Callable[..., Any]) -> Callable[..., Any]:
+    def skip(x_BSD: Any, *context: Any) -> Any:
+        return x_BSD if torch.is_grad_enabled() else forward(x_BSD, *context)
+
+    return skip
 
 
 class Compiler:
@@ -78,14 +115,15 @@ class Compiler:
         # torch logs suppressed errors here at length; `_shorten` turns them into one line.
         logging.getLogger("torch._dynamo.convert_frame").addFilter(self._shorten)
 
-    def around(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """The forward, compiled at its first call and whenever its shapes change."""
+    def around(self, forward: Callable[..., Any], otherwise: Callable[..., Any] | None = None) -> Callable[..., Any]:
+        """The forward, compiled at its first call and whenever its shapes change. `otherwise`: what runs without gradients, if another."""
         compiled = torch.compile(forward, backend=self._backend, dynamic=False)
+        without_gradients = otherwise or forward
 
         def attempt(*args: Any, **kwargs: Any) -> Any:
             # Without gradients this is evaluation or generation, whose shapes change from call to call.
             if not torch.is_grad_enabled():
-                return forward(*args, **kwargs)
+                return without_gradients(*args, **kwargs)
             with nullcontext() if self._is_ready else self._compiling():
                 return compiled(*args, **kwargs)
 

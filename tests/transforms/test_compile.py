@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch._dynamo
@@ -31,6 +33,21 @@ def test_compiled_blocks_compute_the_same_and_are_compiled() -> None:
     assert said == []
     assert graphs() == 1  # blocks alike share a compilation
     assert not torch._dynamo.utils.counters["graph_break"]
+
+
+def test_blocks_compiled_together_compute_the_same() -> None:
+    fresh()
+    spec = replace(KINDS["dense"], layers=4)
+    plain = learned(made(spec))
+    said: list[str] = []
+    assert distance(learned(made(spec, lambda parts: compile.apply(parts, "aot_eager", said.append, together=2))), plain) <= 1e-6
+    assert said == []
+    assert graphs() == 1  # two chains alike
+    model = made(spec, lambda parts: compile.apply(parts, "aot_eager", said.append, together=2))
+    tokens = torch.randint(spec.vocab, (2, 8))
+    with torch.no_grad():  # every block by itself, as a key-value cache needs it
+        assert torch.equal(model(tokens, torch.arange(8).expand(2, 8)), made(spec)(tokens, torch.arange(8).expand(2, 8)))
+    assert graphs() == 1
 
 
 def test_compiled_blocks_are_recomputed_and_moved() -> None:
