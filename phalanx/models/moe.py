@@ -285,13 +285,13 @@ class _SumRows(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, back: Tensor, order: Tensor, copies: int) -> Tensor:
-        ctx.copies = copies
-        ctx.save_for_backward(order)
+        # Not `save_for_backward`: a recomputed forward would run on to here, and so through the last product, which no gradient needs.
+        ctx.copies, ctx.order = copies, order
         return gather_sum([y], back, copies)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        return _take(gradients[0], ctx.saved_tensors[0], ctx.copies), None, None, None
+        return _take(gradients[0], ctx.order, ctx.copies), None, None, None
 
 
 def _take(x: Tensor, order: Tensor, copies: int) -> Tensor:
