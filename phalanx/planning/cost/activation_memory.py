@@ -167,11 +167,15 @@ def _experts(jobs: JobTable) -> _BlockBytes:
     tokens, tensor, size, shared_ffn = jobs.tokens, jobs.tensor, jobs.compute_bytes, jobs.shared_ffn
     mine = tokens / tensor
     rows = mine * jobs.active
-    router = mine * (4.0 * jobs.dim + 4 * jobs.experts + 20 * jobs.active)
+    # The input in the compute dtype, for router and shared experts; a CPU's router computes with an fp32 copy of it.
+    copied = (size < 4) & (jobs.on_cpu > 0)
+    entering = mine * jobs.dim * np.where(copied, 4 + size * (shared_ffn > 0), 1.0 * size)
+    router = entering + mine * (4 * jobs.experts + 20 * jobs.active)
     indices = rows * np.where(jobs.expert * jobs.expert_tensor > 1, 32, 16)
-    inner = rows * size * 5 * jobs.expert_ffn
+    inner = rows * size * 3 * jobs.expert_ffn  # both products and what the last one reads
     there = rows * size * jobs.dim * jobs.expert_tensor
-    shared = np.where(shared_ffn > 0, _read(jobs, 2), 0) + size * 4 * shared_ffn / tensor * tokens
+    gathered = np.where((shared_ffn > 0) & (tensor > 1), size * jobs.dim * tokens, 0.0)
+    shared = gathered + size * 4 * shared_ffn / tensor * tokens
     # The last products of shared and routed experts are only added.
     stored = rows * size * 2 * jobs.expert_ffn + mine * 4 * jobs.experts + size * tokens * 2 * shared_ffn / tensor
     products = stored + rows * size * jobs.dim * jobs.expert_tensor + np.where(shared_ffn > 0, size * tokens * jobs.dim, 0)
