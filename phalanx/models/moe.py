@@ -160,9 +160,7 @@ class Experts(nn.Module):
     def count(self) -> int:
         return len(self.gate)
 
-    def forward(
-        self, x_RD: Tensor, counts_E: Tensor, scales_R: Tensor | None = None, same_RD: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, x_RD: Tensor, counts_E: Tensor, scales_R: Tensor | None = None, same_RD: Tensor | None = None) -> Tensor:
         """Rows are sorted by expert: the first counts[0] rows belong to the first expert, and so on. Each result is multiplied by its scale:
         before the last product, so that nothing keeps the result for the scale's gradient. `same_RD` is x_RD for the second product, if
         the caller takes the gradients of both products instead of their sum."""

@@ -175,6 +175,30 @@ for tokens, width, experts in ((4096, 2048, 128), (77, 96, 8), (1, 64, 6)):
 print("ok")
 """
 
+RMS_NORM = """
+import torch
+import torch.nn.functional as F
+from phalanx.models.layers import RMSNorm
+
+for shape in ((2, 600, 2048), (3, 5, 96), (1, 7, 100), (4, 300, 7168), (1, 1, 5)):
+    for dtype in (torch.bfloat16, torch.float16):
+        norm = RMSNorm(shape[-1], eps=1e-5).cuda()
+        torch.nn.init.normal_(norm.weight)
+        norm.in_one_pass = True
+        x, gradient = (torch.randn(shape, device="cuda").to(dtype) for _ in range(2))
+        x.requires_grad_()
+        with torch.autocast("cuda", dtype):
+            y = norm(x)
+        assert y.dtype == dtype, "the kernel"
+        found = torch.autograd.grad(y, (x, norm.weight), gradient)
+        exact = [x.detach().double().requires_grad_(), norm.weight.detach().double().requires_grad_()]
+        wanted = F.rms_norm(exact[0], shape[-1:], exact[1], 1e-5)
+        for one, other in zip((y, *found), (wanted, *torch.autograd.grad(wanted, exact, gradient.double()))):
+            assert (one - other).norm() <= 3e-3 * other.norm(), (shape, dtype)
+        assert found[1].dtype == torch.float32
+print("ok")
+"""
+
 
 @pytest.mark.parametrize(
     "program",
@@ -185,6 +209,7 @@ print("ok")
         pytest.param(SWIGLU, id="swiglu"),
         pytest.param(ROUTED_ROWS, id="routed-rows"),
         pytest.param(ROUTER_PRODUCT, id="router-product"),
+        pytest.param(RMS_NORM, id="rms-norm"),
     ],
 )
 def test_kernel(program: str, gpu_environment: dict[str, str]) -> None:

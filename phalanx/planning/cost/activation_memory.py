@@ -108,8 +108,12 @@ def _block_bytes(jobs: JobTable) -> tuple[_BlockBytes, _BlockBytes]:
     if not np.any(jobs.sparse_layers > 0):
         return dense, dense
     experts = _experts(jobs)
+    # A GPU normalizes the bf16 input of experts in one pass, and keeps it as it is.
+    fused = (jobs.on_cpu == 0) & (jobs.layer_norm == 0) & (size == 2) & (jobs.residual_bytes == 2)
+    second = np.where(fused, 2.0 * jobs.dim + 4, norm) * residual_tokens(jobs)
+    before = before - norm * residual_tokens(jobs) + second
     if np.any(jobs.compiled > 0):  # of a block with experts, the half with attention is compiled
-        half = residual_stream(jobs) + attention.stored - _total(jobs) + norm * residual_tokens(jobs)
+        half = residual_stream(jobs) + attention.stored - _total(jobs) + second
         before = np.where(jobs.compiled > 0, half, before)
     sparse = (before + experts.kept, attention.stored + experts.stored, attention.products + experts.products)
     return dense, _BlockBytes(*sparse)

@@ -111,7 +111,9 @@ def _rank_footprint(
     peak_activations = peak_activations - later
     logits = logits - np.where(once & masters, np.minimum(gradients - later, logits), 0.0)
     # At the end of the backward all gradients are there, and those of the first block are in transit.
-    last = np.where(once & (sizes.expert_shard > 1) & (jobs.zero < 3) & np.logical_not(pipelined), _buckets(jobs, held, sizes), 0.0)
+    last = np.where(
+        once & (sizes.expert_shard > 1) & (jobs.zero < 3) & np.logical_not(pipelined), _buckets(jobs, held, sizes), 0.0
+    )
     peak_activations = np.maximum(peak_activations, last - logits)
     messages = np.where(pipelined, 3 * residual_stream(jobs), 0.0)
     staged = np.minimum(4.0 * 2**24, 4 * (held.dense + held.experts) / jobs.shard)
