@@ -24,7 +24,7 @@ def supports(x: Tensor, weight_D: Tensor) -> bool:
         launches_triton(x)
         and x.dtype in (torch.bfloat16, torch.float16)
         and weight_D.dtype == torch.float32
-        and 0 < x.numel()
+        and x.numel() > 0
         and len(weight_D) <= _MAX_WIDTH
     )
 
