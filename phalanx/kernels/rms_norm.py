@@ -40,7 +40,7 @@ class _RMSNorm(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
         y_TD, roots_T = _rms_norm(x.reshape(-1, x.shape[-1]), weight_D, eps)
         ctx.save_for_backward(x, weight_D, roots_T)
-        return y_TD.view_as(x)  # type: ignore[no-any-return]
+        return y_TD.view_as(x)
 
     @staticmethod
     @once_differentiable

@@ -20,7 +20,7 @@ _BLOCK = 4096  # of them at a time
 def gather_sum(parts: list[Tensor], places_R: Tensor, copies: int) -> Tensor:
     """For each token the sum of rows places[token · K] … places[token · K + K - 1] of all parts, [T, D]. Several parts are read as their sum."""
     if launches_triton(parts[0]) and parts[0].dtype != torch.float64 and parts[0].numel() > 0:
-        return _gather_sum(parts, places_R, copies)  # type: ignore[no-any-return]
+        return _gather_sum(parts, places_R, copies)
     rows = reduce(add, parts)[places_R]
     return rows.unflatten(0, (-1, copies)).sum(1) if copies > 1 else rows
 

@@ -28,12 +28,12 @@ class _RouterProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, weight_ED: Tensor) -> Tensor:
         ctx.save_for_backward(x_TD, weight_ED)
-        return _router_product(x_TD, weight_ED)  # type: ignore[no-any-return]
+        return _router_product(x_TD, weight_ED)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
-        return _router_product_backward(gradients[0], *ctx.saved_tensors)  # type: ignore[no-any-return]
+        return _router_product_backward(gradients[0], *ctx.saved_tensors)
 
 
 @operation("router_product", mutates=())

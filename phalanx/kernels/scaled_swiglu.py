@@ -39,7 +39,7 @@ class _ScaledSwiGLU(torch.autograd.Function):
 def forward(gate_RF: Tensor, up_RF: Tensor, scales_R: Tensor | None) -> Tensor:
     """The result, in the dtype of `gate_RF`."""
     if _launches(gate_RF):
-        return _scaled_swiglu(gate_RF, up_RF, scales_R)  # type: ignore[no-any-return]
+        return _scaled_swiglu(gate_RF, up_RF, scales_R)
     inner_RF = F.silu(_wide(gate_RF)) * _wide(up_RF)
     return (inner_RF if scales_R is None else inner_RF * scales_R[:, None]).to(gate_RF.dtype)
 
