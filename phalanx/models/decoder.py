@@ -14,7 +14,7 @@ from torch.nn.functional import linear
 
 from phalanx.kernels.document_attention import DocumentSpans
 from phalanx.models.attention import Attention, KVCache, LatentAttention, Scope, prepare
-from phalanx.models.layers import GELU, Rotation, SwiGLU, norm, rotary
+from phalanx.models.layers import GELU, RMSNorm, Rotation, SwiGLU, norm, rotary
 from phalanx.models.moe import MoE
 from phalanx.spec.model import ModelSpec
 
@@ -80,6 +80,8 @@ class Block(nn.Module):
         self.attention = Attention(spec) if spec.mla is None else LatentAttention(spec, spec.mla)
         self.mlp_norm = norm(spec, spec.dim)
         self.mlp = _feed_forward(spec, index)
+        if isinstance(self.mlp, MoE) and isinstance(self.mlp_norm, RMSNorm):
+            self.mlp_norm.in_one_pass = True  # the half that routes tokens is not compiled
 
     def forward(self, x_BSD: Tensor, scope: Scope, rotation: Rotation | None, kv_cache: KVCache | None = None) -> Tensor:
         return self.feed_forward_half(self.attention_half(x_BSD, scope, rotation, kv_cache))

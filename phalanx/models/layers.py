@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from phalanx.kernels import rms_norm
 from phalanx.spec.model import ModelSpec, RopeScaling
 
 # Shapes: B batch, S sequence, D model width, H heads, K key/value heads, E head width, V vocabulary.
@@ -26,8 +27,18 @@ def norm(spec: ModelSpec, width: int) -> nn.Module:
 class RMSNorm(nn.RMSNorm):
     """Computes in the dtype of its weight, fp32 in training; its input may be bf16."""
 
+    in_one_pass = False
+    """Whether GPUs that compute in bf16 normalize a bf16 input in one pass, with a bf16 result; the same for fp16. For norms that no compiler
+    fuses with what reads their result."""
+
     def forward(self, x: Tensor) -> Tensor:
+        if self.in_one_pass and _computes_in(x.dtype, "cuda") and rms_norm.supports(x, self.weight):
+            return rms_norm.rms_norm(x, self.weight, self.eps or torch.finfo(torch.float32).eps)
         return super().forward(x.to(self.weight.dtype))
+
+
+def _computes_in(dtype: torch.dtype, kind: str) -> bool:
+    return torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == dtype
 
 
 def rotary_frequencies(spec: ModelSpec, device: torch.device) -> Tensor:

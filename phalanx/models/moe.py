@@ -13,6 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from phalanx.kernels.routed_rows import gather_sum, zero_unused_
+from phalanx.kernels.router_product import router_product
+from phalanx.kernels.scaled_swiglu import scaled_swiglu
 from phalanx.models.layers import SwiGLU
 from phalanx.spec.model import Moe
 
@@ -54,7 +57,7 @@ class Router(nn.Module):
     def forward(self, x_BSD: Tensor) -> tuple[Tensor, Tensor]:
         """The experts of each token and their weights, both [T, K]."""
         with torch.autocast(x_BSD.device.type, enabled=False):
-            logits_BSE = F.linear(x_BSD.float(), self.weight.float())
+            logits_BSE = router_product(x_BSD.flatten(0, 1), self.weight).unflatten(0, x_BSD.shape[:2])
             scores_BSE = logits_BSE.sigmoid() if self.moe.router == "sigmoid" else logits_BSE.softmax(-1)
             scores_TE = scores_BSE.flatten(0, 1)
             chosen_TK = self.choose(scores_TE.detach())
@@ -143,7 +146,7 @@ class _AttachLoss(torch.autograd.Function):
 class Experts(nn.Module):
     """All routed experts of a block, stacked; each is a SwiGLU."""
 
-    takes_scales = True
+    takes_scales = takes_rows_twice = True
 
     def __init__(self, dim: int, moe: Moe):
         super().__init__()
@@ -157,9 +160,10 @@ class Experts(nn.Module):
     def count(self) -> int:
         return len(self.gate)
 
-    def forward(self, x_RD: Tensor, counts_E: Tensor, scales_R: Tensor | None = None) -> Tensor:
+    def forward(self, x_RD: Tensor, counts_E: Tensor, scales_R: Tensor | None = None, same_RD: Tensor | None = None) -> Tensor:
         """Rows are sorted by expert: the first counts[0] rows belong to the first expert, and so on. Each result is multiplied by its scale:
-        before the last product, so that nothing keeps the result for the scale's gradient."""
+        before the last product, so that nothing keeps the result for the scale's gradient. `same_RD` is x_RD for the second product, if
+        the caller takes the gradients of both products instead of their sum."""
         dtype = compute_dtype(x_RD)
         x_RD, weights = x_RD.to(dtype), [weight.to(dtype) for weight in (self.gate, self.up, self.down)]
         if not _groupable(x_RD, self.gate.shape[1]):
@@ -167,9 +171,10 @@ class Experts(nn.Module):
         if x_RD.device.type == "cuda":
             weights = [_ZeroUnusedGradients.apply(weight, counts_E) for weight in weights]
         gate_EDF, up_EDF, down_EFD = (weight.transpose(1, 2) for weight in weights)
-        ends_E = counts_E.cumsum(0).to(torch.int32)
-        inner_RF = F.silu(F.grouped_mm(x_RD, gate_EDF, offs=ends_E)) * F.grouped_mm(x_RD, up_EDF, offs=ends_E)
-        return F.grouped_mm(_scaled(inner_RF, scales_R), down_EFD, offs=ends_E)
+        ends_E = counts_E.cumsum(0, dtype=torch.int32)
+        gate_RF = F.grouped_mm(x_RD, gate_EDF, offs=ends_E)
+        up_RF = F.grouped_mm(x_RD if same_RD is None else same_RD.to(dtype), up_EDF, offs=ends_E)
+        return F.grouped_mm(scaled_swiglu(gate_RF, up_RF, scales_R), down_EFD, offs=ends_E)
 
 
 class _ZeroUnusedGradients(torch.autograd.Function):
@@ -182,11 +187,8 @@ class _ZeroUnusedGradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return gradients[0].masked_fill((ctx.saved_tensors[0] == 0)[:, None, None], 0), None
-
-
-def _scaled(inner_RF: Tensor, scales_R: Tensor | None) -> Tensor:
-    return inner_RF if scales_R is None else (inner_RF * scales_R[:, None]).to(inner_RF.dtype)
+        # In place: nothing else has this gradient, which the grouped product has just written.
+        return zero_unused_(gradients[0], ctx.saved_tensors[0]), None
 
 
 def loop_experts(
@@ -196,7 +198,7 @@ def loop_experts(
     parts = x_RD.split(list(counts))
     scales = [None] * len(parts) if scales_R is None else scales_R.split(list(counts))
     outs = [
-        F.linear(_scaled(F.silu(F.linear(part, gate)) * F.linear(part, up), scale), down)
+        F.linear(scaled_swiglu(F.linear(part, gate), F.linear(part, up), scale), down)
         for part, scale, gate, up, down in zip(parts, scales, gate_EFD, up_EFD, down_EDF, strict=True)
     ]
     return torch.cat(outs)
@@ -218,7 +220,7 @@ def compute_dtype(x: Tensor) -> torch.dtype:
 
 class ExpertsLike(Protocol):
     """Experts as a dispatch sees them, on this device or elsewhere: called with rows and the number of rows of each expert. Those with an
-    attribute `takes_scales` that is true also take a scale for each result."""
+    attribute `takes_scales` that is true also take a scale for each result; those with `takes_rows_twice` then take the rows once more."""
 
     @property
     def count(self) -> int: ...
@@ -228,31 +230,70 @@ class ExpertsLike(Protocol):
 def dispatch_locally(x_TD: Tensor, chosen_TK: Tensor, weights_TK: Tensor, experts: ExpertsLike, /) -> Tensor:
     """Send tokens to their experts, all on this device, and combine the results. Every token reaches each of its experts: there is no capacity limit."""
     active = chosen_TK.shape[1]
-    order_R = chosen_TK.flatten().argsort(stable=True)
+    # A GPU sorts by a byte at a time.
+    order_R = chosen_TK.flatten().to(torch.uint8 if experts.count <= 256 else torch.int32).argsort(stable=True)
     back_R = torch.empty_like(order_R).scatter_(0, order_R, torch.arange(len(order_R), device=order_R.device))
     counts_E = _count(chosen_TK.view(1, -1), experts.count)[0]
-    x_RD = _PermuteRows.apply(x_TD, order_R, back_R, active)
-    if getattr(experts, "takes_scales", False):
-        scales_R = _PermuteRows.apply(weights_TK.flatten(), order_R, back_R, 1)
-        y_RD = experts(x_RD, counts_E, scales_R)
-        return _PermuteRows.apply(y_RD, back_R, order_R, 1).unflatten(0, (-1, active)).sum(1)
-    y_TKD = _PermuteRows.apply(experts(x_RD, counts_E), back_R, order_R, 1).unflatten(0, (-1, active))
-    return (y_TKD * weights_TK[:, :, None]).sum(1)
+    if not getattr(experts, "takes_scales", False):
+        y_RD = experts(_TakeRows.apply(x_TD, order_R, back_R, active), counts_E)
+        y_TKD = _TakeRows.apply(y_RD, back_R, order_R, 1).unflatten(0, (-1, active))
+        return (y_TKD * weights_TK[:, :, None]).sum(1)
+    scales_R = _TakeRows.apply(weights_TK.flatten(), order_R, back_R, 1)
+    if getattr(experts, "takes_rows_twice", False):
+        x_RD, same_RD = _TakeRowsTwice.apply(x_TD, order_R, back_R, active)
+        y_RD = experts(x_RD, counts_E, scales_R, same_RD)
+    else:
+        y_RD = experts(_TakeRows.apply(x_TD, order_R, back_R, active), counts_E, scales_R)
+    y_TD: Tensor = _SumRows.apply(y_RD, back_R, order_R, active)
+    return y_TD
 
 
-class _PermuteRows(torch.autograd.Function):
+class _TakeRows(torch.autograd.Function):
     """Rows in another order, each taken `copies` times. The backward is a gather too, so that no sum depends on timing."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: Tensor, back: Tensor, copies: int) -> Tensor:
         ctx.copies = copies
         ctx.save_for_backward(back)
-        return x[order // copies] if copies > 1 else x[order]
+        return _take(x, order, copies)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        rows = gradients[0][ctx.saved_tensors[0]]
-        return rows.unflatten(0, (-1, ctx.copies)).sum(1) if ctx.copies > 1 else rows, None, None, None
+        back, copies = ctx.saved_tensors[0], ctx.copies
+        return gradients[0][back] if copies == 1 else gather_sum([gradients[0]], back, copies), None, None, None
+
+
+class _TakeRowsTwice(torch.autograd.Function):
+    """The rows as two results, the same memory, for two products: their gradients are added as they are read, not in a pass of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, back: Tensor, copies: int) -> tuple[Tensor, Tensor]:
+        ctx.copies = copies
+        ctx.save_for_backward(back)
+        rows = _take(x, order, copies)
+        return rows, rows.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        return gather_sum(list(gradients), ctx.saved_tensors[0], ctx.copies), None, None, None
+
+
+class _SumRows(torch.autograd.Function):
+    """The sum of each token's rows: the inverse of `_TakeRows`."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, back: Tensor, order: Tensor, copies: int) -> Tensor:
+        # Not `save_for_backward`: a recomputed forward would run on to here, and so through the last product, which no gradient needs.
+        ctx.copies, ctx.order = copies, order
+        return gather_sum([y], back, copies)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        return _take(gradients[0], ctx.order, ctx.copies), None, None, None
+
+
+def _take(x: Tensor, order: Tensor, copies: int) -> Tensor:
+    return x[order // copies] if copies > 1 else x[order]
 
 
 class MoE(nn.Module):
@@ -270,9 +311,10 @@ class MoE(nn.Module):
         self.dispatch = dispatch_locally
 
     def forward(self, x_BSD: Tensor) -> Tensor:
+        # The router gets what the experts get: in bf16, its product in fp32 is exact and fast.
+        x_BSD = x_BSD.to(compute_dtype(x_BSD))
         chosen_TK, weights_TK = self.router(x_BSD)
-        x_TD = x_BSD.flatten(0, 1).to(compute_dtype(x_BSD))
         # Shared experts come first: a recomputed forward ends before the routed tokens travel back, as no gradient needs the results.
         shared_BSD = None if self.shared is None else self.shared(x_BSD)
-        y_BSD = self.dispatch(x_TD, chosen_TK, weights_TK, self.experts).view_as(x_BSD)
+        y_BSD = self.dispatch(x_BSD.flatten(0, 1), chosen_TK, weights_TK, self.experts).view_as(x_BSD)
         return y_BSD if shared_BSD is None else y_BSD + shared_BSD

@@ -242,12 +242,13 @@ class _Reorder(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
-        ctx.save_for_backward(inverse)
+        # Not `save_for_backward`: a recomputed forward ends where the last tensor is saved, and no gradient needs the experts' results.
+        ctx.inverse = inverse
         return x[order]
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        return gradients[0][ctx.saved_tensors[0]], None, None
+        return gradients[0][ctx.inverse], None, None
 
 
 class Loads:

@@ -130,6 +130,102 @@ for rows, heads, keys, length, width, values, whole in (
 print("ok")
 """
 
+SWIGLU = """
+import torch
+import torch.nn.functional as F
+from phalanx.kernels.scaled_swiglu import scaled_swiglu
+
+for rows, width in ((4096, 768), (37, 24), (129, 300), (1, 64), (1000, 1000), (9, 7), (0, 64)):
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        for scaled in (True, False):
+            gate, up = (2 * torch.randn(rows, width, device="cuda") for _ in range(2))
+            given = [gate.to(dtype), up.to(dtype), *([torch.rand(rows, device="cuda")] if scaled else [])]
+            exact = [x.double().requires_grad_() for x in given]
+            given = [x.requires_grad_() for x in given]
+            gradient = torch.randn(rows, width, device="cuda").to(dtype)
+            found = scaled_swiglu(*given)
+            wanted = F.silu(exact[0]) * exact[1] * (exact[2][:, None] if scaled else 1)
+            ours = torch.autograd.grad(found, given, gradient)
+            theirs = torch.autograd.grad(wanted, exact, gradient.double())
+            for one, other in zip((found, *ours), (wanted, *theirs)):
+                distance = (one - other).norm()
+                assert distance <= (1e-6 if dtype == torch.float32 else 3e-3) * other.norm(), (rows, width, dtype, distance)
+            again = torch.autograd.grad(scaled_swiglu(*given), given, gradient)
+            assert all(torch.equal(one, other) for one, other in zip(ours, again)), "the same bits"
+print("ok")
+"""
+
+ROUTED_ROWS = """
+import torch
+from phalanx.kernels.routed_rows import gather_sum, zero_unused_
+
+for tokens, copies, width in ((512, 8, 2048), (77, 1, 64), (33, 3, 1000), (100, 2, 7168), (5, 6, 7), (0, 2, 64)):
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        for count in (1, 2):
+            parts = [torch.randn(tokens * copies, width, device="cuda").to(dtype) for _ in range(count)]
+            places = torch.randperm(tokens * copies, device="cuda")
+            found = gather_sum(parts, places, copies)
+            wanted = sum(part.double() for part in parts)[places].view(tokens, copies, width).sum(1)
+            assert found.dtype == dtype and found.shape == wanted.shape
+            assert (found - wanted).norm() <= (1e-6 if dtype == torch.float32 else 3e-3) * wanted.norm(), (tokens, copies, width, dtype)
+for shape in ((5, 30, 7), (5, 300, 768), (5, 8, 8)):
+    for dtype in (torch.float32, torch.bfloat16):
+        counts = torch.tensor([0, 3, 0, 1, 2], device="cuda")
+        gradient = torch.randn(shape, device="cuda").to(dtype)
+        wanted = gradient.clone()
+        wanted[[0, 2]] = 0
+        gradient[[0, 2]] = float("nan")
+        assert zero_unused_(gradient, counts) is gradient and torch.equal(gradient, wanted)
+        turned = torch.full(shape, float("nan"), device="cuda", dtype=dtype).transpose(1, 2)
+        assert not zero_unused_(turned, torch.zeros_like(counts)).any()
+print("ok")
+"""
+
+ROUTER_PRODUCT = """
+import torch
+from phalanx.kernels.router_product import router_product
+
+for tokens, width, experts in ((4096, 2048, 128), (77, 96, 8), (1, 64, 6)):
+    for dtype in (torch.float32, torch.bfloat16):
+        x = torch.randn(tokens, width, device="cuda").to(torch.bfloat16).requires_grad_()
+        weight = torch.randn(experts, width, device="cuda").to(dtype).requires_grad_()
+        gradient = torch.randn(tokens, experts, device="cuda")
+        logits = router_product(x, weight)
+        assert logits.dtype == torch.float32
+        exact = x.double() @ weight.double().T
+        assert (logits - exact).norm() <= 1e-6 * exact.norm(), (tokens, dtype, (logits - exact).norm() / exact.norm())
+        of_x, of_weight = torch.autograd.grad(logits, (x, weight), gradient)
+        wanted = gradient.double() @ weight.double()
+        assert of_x.dtype == torch.bfloat16 and (of_x - wanted).norm() <= 5e-3 * wanted.norm()
+        wanted = gradient.double().T @ x.double()
+        assert of_weight.dtype == dtype and (of_weight - wanted).norm() <= (1e-5 if dtype == torch.float32 else 3e-3) * wanted.norm()
+print("ok")
+"""
+
+RMS_NORM = """
+import torch
+import torch.nn.functional as F
+from phalanx.models.layers import RMSNorm
+
+for shape in ((2, 600, 2048), (3, 5, 96), (1, 7, 100), (4, 300, 7168), (1, 1, 5)):
+    for dtype in (torch.bfloat16, torch.float16):
+        norm = RMSNorm(shape[-1], eps=1e-5).cuda()
+        torch.nn.init.normal_(norm.weight)
+        norm.in_one_pass = True
+        x, gradient = (torch.randn(shape, device="cuda").to(dtype) for _ in range(2))
+        x.requires_grad_()
+        with torch.autocast("cuda", dtype):
+            y = norm(x)
+        assert y.dtype == dtype, "the kernel"
+        found = torch.autograd.grad(y, (x, norm.weight), gradient)
+        exact = [x.detach().double().requires_grad_(), norm.weight.detach().double().requires_grad_()]
+        wanted = F.rms_norm(exact[0], shape[-1:], exact[1], 1e-5)
+        for one, other in zip((y, *found), (wanted, *torch.autograd.grad(wanted, exact, gradient.double()))):
+            assert (one - other).norm() <= 3e-3 * other.norm(), (shape, dtype)
+        assert found[1].dtype == torch.float32
+print("ok")
+"""
+
 
 @pytest.mark.parametrize(
     "program",
@@ -138,6 +234,10 @@ print("ok")
         pytest.param(HEAD, id="head"),
         pytest.param(ADAMW, id="adamw"),
         pytest.param(DOCUMENTS, id="documents"),
+        pytest.param(SWIGLU, id="swiglu"),
+        pytest.param(ROUTED_ROWS, id="routed-rows"),
+        pytest.param(ROUTER_PRODUCT, id="router-product"),
+        pytest.param(RMS_NORM, id="rms-norm"),
     ],
 )
 def test_kernel(program: str, gpu_environment: dict[str, str]) -> None:

@@ -114,13 +114,15 @@ def test_deepseek_on_two_thousand_ranks(recompute: str) -> None:
     blocks, tokens = 4, run.train.sequence_length
     assert told.applied["pipeline"].endswith("stage 5: blocks 8+9, stage 26: blocks 50+51")
     actions = [action.kind for action in make("dualpipev", 16, times).actions[5]]
-    # Rows go to experts and come back, in a forward and in a backward; each way begins with a count for every expert. A block that
-    # recomputes sends all of a forward once more, and in each half of a backward that is taken in halves.
-    forwards = actions.count("F") + (actions.count("B") + actions.count("I") + actions.count("W") if recompute == "full" else 0)
-    backwards = actions.count("B") + actions.count("I")
-    rows = 63 * (tokens * moe.active // 64) * model.dim * 2
+    # Rows go to experts with a scale each, and come back, in a forward and in a backward; each forward begins with a count for every
+    # expert. A block that recomputes sends rows to experts once more, and in each half of a backward that is taken in halves.
+    forwards, backwards = actions.count("F"), actions.count("B") + actions.count("I")
+    again = backwards + actions.count("W") if recompute == "full" else 0
+    tokens_sent = 63 * (tokens * moe.active // 64)
+    there, back = tokens_sent * (model.dim * 2 + 4), tokens_sent * model.dim * 2
     counts = 63 * (moe.experts // 64) * 8
-    assert told.sent["expert"] == {"all-to-all": 2 * (2 * (forwards + backwards) * rows + forwards * counts)}
+    sent = (forwards + backwards) * (there + back) + again * there + (forwards + again) * counts
+    assert told.sent["expert"] == {"all-to-all": 2 * sent}
     assert told.sent["pipeline"] == {"send": 2 * (2 * times) * tokens * model.dim * 2}
     experts = blocks * 4 * 3 * moe.ffn * model.dim
     assert layout.expert_shard == 2

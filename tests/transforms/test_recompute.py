@@ -41,6 +41,24 @@ def test_memory_and_compute_of_sixteen_layers() -> None:
     assert work["selective"] == work["none"]  # it repeats no matrix product and no attention
 
 
+@pytest.mark.parametrize("kind", ["moe", "mla"])
+def test_experts_repeat_no_product_and_stop_before_the_last(kind: str) -> None:
+    work = {}
+    for mode in ("none", "full", "selective"):
+        model = made(KINDS[kind], *([] if mode == "none" else [lambda parts, mode=mode: recompute.apply(parts, mode, 1)]))
+        work[mode] = flops(lambda model=model: loss(model).backward(), [model])
+    assert work["selective"].flops == work["none"].flops
+    spec = KINDS[kind]
+    assert spec.moe is not None
+    # A block's last product, that of its experts, is not repeated: nothing needs its result.
+    routed = 2 * spec.dim * spec.moe.ffn * spec.moe.active * 2 * 48
+    blocks = spec.layers - spec.dense_layers + spec.mtp_depth
+    dense = 2 * spec.dim * spec.hidden * 2 * 48 * spec.dense_layers
+    forward = flops(lambda: loss(made(spec)), []).flops
+    head = (1 + spec.mtp_depth) * 2 * spec.dim * spec.rows * 2 * 48
+    assert work["full"].repeated <= forward - head - blocks * routed - dense
+
+
 @pytest.mark.parametrize("compiled", [False, True])
 def test_wide_keys_and_values_are_expanded_again(compiled: bool) -> None:
     """Of 8 heads of 8 + 8 channels, from 4 channels: 32 times as wide."""

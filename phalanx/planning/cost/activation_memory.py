@@ -108,8 +108,12 @@ def _block_bytes(jobs: JobTable) -> tuple[_BlockBytes, _BlockBytes]:
     if not np.any(jobs.sparse_layers > 0):
         return dense, dense
     experts = _experts(jobs)
+    # A GPU normalizes the bf16 input of experts in one pass, and keeps it as it is.
+    fused = (jobs.on_cpu == 0) & (jobs.layer_norm == 0) & (size == 2) & (jobs.residual_bytes == 2)
+    second = np.where(fused, 2.0 * jobs.dim + 4, norm) * residual_tokens(jobs)
+    before = before - norm * residual_tokens(jobs) + second
     if np.any(jobs.compiled > 0):  # of a block with experts, the half with attention is compiled
-        half = residual_stream(jobs) + attention.stored - _total(jobs) + norm * residual_tokens(jobs)
+        half = residual_stream(jobs) + attention.stored - _total(jobs) + second
         before = np.where(jobs.compiled > 0, half, before)
     sparse = (before + experts.kept, attention.stored + experts.stored, attention.products + experts.products)
     return dense, _BlockBytes(*sparse)
@@ -167,11 +171,15 @@ def _experts(jobs: JobTable) -> _BlockBytes:
     tokens, tensor, size, shared_ffn = jobs.tokens, jobs.tensor, jobs.compute_bytes, jobs.shared_ffn
     mine = tokens / tensor
     rows = mine * jobs.active
-    router = mine * (4.0 * jobs.dim + 4 * jobs.experts + 20 * jobs.active)
+    # The input in the compute dtype, for router and shared experts; a CPU's router computes with an fp32 copy of it.
+    copied = (size < 4) & (jobs.on_cpu > 0)
+    entering = mine * jobs.dim * np.where(copied, 4 + size * (shared_ffn > 0), 1.0 * size)
+    router = entering + mine * (4 * jobs.experts + 20 * jobs.active)
     indices = rows * np.where(jobs.expert * jobs.expert_tensor > 1, 32, 16)
-    inner = rows * size * 5 * jobs.expert_ffn
+    inner = rows * size * 3 * jobs.expert_ffn  # both products and what the last one reads
     there = rows * size * jobs.dim * jobs.expert_tensor
-    shared = np.where(shared_ffn > 0, _read(jobs, 2), 0) + size * 4 * shared_ffn / tensor * tokens
+    gathered = np.where((shared_ffn > 0) & (tensor > 1), size * jobs.dim * tokens, 0.0)
+    shared = gathered + size * 4 * shared_ffn / tensor * tokens
     # The last products of shared and routed experts are only added.
     stored = rows * size * 2 * jobs.expert_ffn + mine * 4 * jobs.experts + size * tokens * 2 * shared_ffn / tensor
     products = stored + rows * size * jobs.dim * jobs.expert_tensor + np.where(shared_ffn > 0, size * tokens * jobs.dim, 0)

@@ -110,6 +110,11 @@ def _rank_footprint(
     later = np.where(once, np.minimum(gradients, peak_activations), 0.0)
     peak_activations = peak_activations - later
     logits = logits - np.where(once & masters, np.minimum(gradients - later, logits), 0.0)
+    # At the end of the backward all gradients are there, and those of the first block are in transit.
+    last = np.where(
+        once & (sizes.expert_shard > 1) & (jobs.zero < 3) & np.logical_not(pipelined), _buckets(jobs, held, sizes), 0.0
+    )
+    peak_activations = np.maximum(peak_activations, last - logits)
     messages = np.where(pipelined, 3 * residual_stream(jobs), 0.0)
     staged = np.minimum(4.0 * 2**24, 4 * (held.dense + held.experts) / jobs.shard)
     buffers = messages + np.where(spread & (jobs.compute_bytes < 4) & (jobs.zero < 3) & (jobs.on_cpu > 0), staged, 0.0) + left
@@ -145,13 +150,20 @@ def _gradients_in_transit(jobs: JobTable, held: RankSizes, sizes: PartSizes, sha
     time. A pipeline sends its gradients after the last backward. Without sharding, one matrix is cast before it enters its
     bucket, unless master weights are kept apart: then gradients are where the backward puts them, or are added to sums in fp32."""
     head = sizes.table * share.has_head
-    buckets = np.maximum(head, 3 * np.maximum(sizes.matrix, _BUCKET / 4)) * jobs.wire * (1 + 1 / jobs.shard)
-    buckets = np.minimum(buckets, jobs.wire * (held.dense + held.experts))
+    buckets = np.maximum(
+        _buckets(jobs, held, sizes), np.minimum(head * (1 + 1 / jobs.shard), held.dense + held.experts) * jobs.wire
+    )
     sharded = np.where((jobs.pipeline > 1) | (jobs.zero == 3), 0.0, buckets)
     largest = np.maximum(head, sizes.matrix)
     packed = np.where(jobs.data > 1, buckets, 0.0)
     whole = np.where(has_masters(jobs), np.where(sums_gradients(jobs), 2.0 * largest, 0.0) + packed, 6.0 * largest)
     return np.where(jobs.shard == 1, whole, sharded)
+
+
+def _buckets(jobs: JobTable, held: RankSizes, sizes: PartSizes) -> Column:
+    """Bytes of three buckets of a block's gradients, with what a reduce-scatter makes of them."""
+    three = 3 * np.maximum(sizes.matrix, _BUCKET / 4) * (1 + 1 / jobs.shard)
+    return np.minimum(three, held.dense + held.experts) * jobs.wire
 
 
 def _zero2_in_transit(jobs: JobTable, held: RankSizes, sizes: PartSizes, share: PipelineShare) -> tuple[Column, Column]:
