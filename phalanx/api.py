@@ -95,7 +95,7 @@ def verify(run: Run, *, steps: int = 8, ranks: int | None = None, account: bool 
     from phalanx.verification.cases import gpus_of
     from phalanx.verification.parity import verify as prove
 
-    gpus = gpus_of(this_machine(), device)
+    gpus = () if device == "cpu" else gpus_of(this_machine(), device)
     if gpus and account:
         raise RunError('verify(account=True) measures CPU ranks: remove it, or device = "cuda".')
     return prove(_checked(run), steps=steps, ranks=ranks, account=account, gpus=gpus)

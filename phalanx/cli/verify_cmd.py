@@ -75,7 +75,7 @@ def verify(
     from phalanx.verification import chaos_campaign, parity, verify_report
     from phalanx.verification.cases import gpus_of
 
-    gpus = gpus_of(this_machine(), device)
+    gpus = () if device == "cpu" else gpus_of(this_machine(), device)
     result: Mapping[str, object]
     if chaos:
         planned = chaos_campaign.campaign(run, steps=steps, faults=faults, seed=seed)

@@ -162,7 +162,7 @@ def test_a_device_that_is_not_there_is_refused() -> None:
     bare = Machine(host="here", cpu="any", cores=2, memory=1 << 30)
     assert gpus_of(bare, "cpu") == () and gpus_of(replace(bare, gpus=(H200,)), "cpu") == ()
     assert gpus_of(replace(bare, gpus=(H200,)), "cuda") == (H200,)
-    with pytest.raises(RunError, match="--device cuda needs a GPU.*phalanx doctor"):
+    with pytest.raises(RunError, match=r"--device cuda needs a GPU.*phalanx doctor"):
         gpus_of(bare, "cuda")
     with pytest.raises(RunError, match='--device tpu is not known: use "cpu" or "cuda"'):
         gpus_of(bare, "tpu")
