@@ -19,6 +19,14 @@ from phalanx.spec.plan import Gpu
 from phalanx.spec.run import Run
 
 _STEPS = 8
+_RankDevice = Annotated[
+    str,
+    Option(
+        help='"cuda": on the GPUs of this machine, in the number format that they train in, bf16 unless the run file says otherwise. '
+        "Where there are fewer GPUs than ranks, ranks share them, and gloo takes the place of NCCL. Blocks are compiled as in "
+        "training; with --layouts all only if memory.compile = true."
+    ),
+]
 
 
 def verify(
@@ -36,14 +44,7 @@ def verify(
     ranks: Annotated[
         int | None, Option(min=1, help="Maximum number of ranks; with --layouts all, the exact number. Default: 8.")
     ] = None,
-    device: Annotated[
-        str,
-        Option(
-            help='"cuda": on the GPUs of this machine, in the number format that they train in, bf16 unless the run file says otherwise. '
-            "Where there are fewer GPUs than ranks, ranks share them, and gloo takes the place of NCCL. Blocks are compiled as in "
-            "training; with --layouts all only if memory.compile = true."
-        ),
-    ] = "cpu",
+    device: _RankDevice = "cpu",
     count: Annotated[int, Option(min=1, help="With --layouts all: the number of layouts.")] = 40,
     account: Annotated[
         bool, Option("--account", help="Also compare the communication and memory of each rank with theory.")
@@ -66,16 +67,12 @@ def verify(
         raise RunError(
             "--chaos runs on 4 ranks as 2 nodes, in the run's layout: --layouts, --ranks and --account do not apply."
         )
-    if device != "cpu" and (chaos or account):
-        option = "--chaos" if chaos else "--account"
-        raise RunError(f"--device {device} does not apply to {option}, which runs on CPU ranks: remove one of them.")
     if faults is not None and not chaos:
         raise RunError(f"--faults {faults} is the number of faults that --chaos draws: add --chaos.")
+    gpus = () if device == "cpu" else _gpus(device, "--chaos" if chaos else "--account" if account else None)
     run = load(run_file, overrides or [])
     from phalanx.verification import chaos_campaign, parity, verify_report
-    from phalanx.verification.cases import gpus_of
 
-    gpus = () if device == "cpu" else gpus_of(this_machine(), device)
     result: Mapping[str, object]
     if chaos:
         planned = chaos_campaign.campaign(run, steps=steps, faults=faults, seed=seed)
@@ -89,6 +86,15 @@ def verify(
         verify_report.show_report(console, report)
         passed, result = report.passed, report.to_json()
     finish(json, result, passed)
+
+
+def _gpus(device: str, other: str | None) -> tuple[Gpu, ...]:
+    """The GPUs of `--device`. `other`: an option that excludes it."""
+    if other is not None:
+        raise RunError(f"--device {device} does not apply to {other}, which runs on CPU ranks: remove one of them.")
+    from phalanx.verification.cases import gpus_of
+
+    return gpus_of(this_machine(), device)
 
 
 def _sweep(run: Run, steps: int, ranks: int | None, count: int, gpus: tuple[Gpu, ...]) -> tuple[bool, Mapping[str, object]]:
