@@ -26,6 +26,8 @@ class Accelerator:
     """As `torch.device.type` says it."""
     backend: ClassVar[str] = "gloo"
     """Process-group backends; small sums of the host go over gloo on every machine."""
+    shared_backend: ClassVar[str] = "gloo"
+    """Process-group backends of ranks that share a device."""
     asynchronous: ClassVar[bool] = False
     """Whether the host runs ahead of the device, so that time is measured with events and copies need pinned memory."""
     compute: ClassVar[str] = "fp32"
@@ -34,6 +36,10 @@ class Accelerator:
     def available(self) -> bool:
         """Whether this machine and this build of torch have such a device."""
         return True
+
+    def count(self) -> int:
+        """Number of such devices that this process sees. The CPU is one, which any number of ranks share."""
+        return 1
 
     def device(self, index: int = 0) -> torch.device:
         """The device of the rank with this number on its node."""
@@ -113,11 +119,15 @@ class Cuda(Accelerator):
 
     type = "cuda"
     backend = "cpu:gloo,cuda:nccl"
+    shared_backend = "cpu:gloo,cuda:gloo"  # NCCL refuses two ranks on one GPU
     asynchronous = True
     compute = "bf16"
 
     def available(self) -> bool:
         return torch.cuda.is_available()
+
+    def count(self) -> int:
+        return torch.cuda.device_count()
 
     def device(self, index: int = 0) -> torch.device:
         return torch.device("cuda", index)

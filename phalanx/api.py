@@ -86,15 +86,19 @@ def trainer(run: Run, *, checkpoints: str | Path = "checkpoints") -> Trainer:
     return built
 
 
-def verify(run: Run, *, steps: int = 8, ranks: int | None = None, account: bool = False) -> Report:
+def verify(run: Run, *, steps: int = 8, ranks: int | None = None, account: bool = False, device: str = "cpu") -> Report:
     """Proves that the layout of the run computes the same as one device, with a small model of its family on CPU ranks.
 
-    `ranks`: maximum number of ranks, by default 8; `account`: also measure communication and memory of each rank. Differences,
-    errors and hangs are in the report. Ranks are forks of this process: call it before torch starts threads or uses a GPU.
+    `ranks`: maximum number of ranks, by default 8; `account`: also measure communication and memory of each rank. `device`: "cuda" for
+    ranks on this machine's GPUs, which they share where there are fewer. Differences, errors and hangs are in the report. Ranks are forks of this process: call it before torch starts threads or uses a GPU.
     """
+    from phalanx.verification.cases import gpus_of
     from phalanx.verification.parity import verify as prove
 
-    return prove(_checked(run), steps=steps, ranks=ranks, account=account)
+    gpus = () if device == "cpu" else gpus_of(this_machine(), device)
+    if gpus and account:
+        raise RunError('verify(account=True) measures CPU ranks: remove it, or device = "cuda".')
+    return prove(_checked(run), steps=steps, ranks=ranks, account=account, gpus=gpus)
 
 
 def rehearse(run: Run, plan: Plan | None = None, *, rank: int = 0, memory: int | None = None) -> Rehearsal:

@@ -1,5 +1,5 @@
-"""`phalanx verify` proves on CPU ranks that the layout of a run, or many layouts, compute the same as one device, or that a run survives faults
-of every kind. `phalanx rehearse` runs the program of one rank of a job of any size on fake tensors, without the other ranks."""
+"""`phalanx verify` proves on CPU ranks, or on GPUs that ranks may share, that the layout of a run, or many layouts, compute the same as one
+device, or that a run survives faults of every kind. `phalanx rehearse` runs the program of one rank of a job of any size on fake tensors, without the other ranks."""
 
 from __future__ import annotations
 
@@ -15,9 +15,18 @@ from phalanx.host.probe import this_machine
 from phalanx.launch.model_check import measure
 from phalanx.spec.errors import RunError
 from phalanx.spec.load import load
+from phalanx.spec.plan import Gpu
 from phalanx.spec.run import Run
 
 _STEPS = 8
+_RankDevice = Annotated[
+    str,
+    Option(
+        help='"cuda": on the GPUs of this machine, in the number format that they train in, bf16 unless the run file says otherwise. '
+        "Where there are fewer GPUs than ranks, ranks share them, and gloo takes the place of NCCL. Blocks are compiled as in "
+        "training; with --layouts all only if memory.compile = true."
+    ),
+]
 
 
 def verify(
@@ -33,8 +42,9 @@ def verify(
         ),
     ] = None,
     ranks: Annotated[
-        int | None, Option(min=1, help="Maximum number of CPU ranks; with --layouts all, the exact number. Default: 8.")
+        int | None, Option(min=1, help="Maximum number of ranks; with --layouts all, the exact number. Default: 8.")
     ] = None,
+    device: _RankDevice = "cpu",
     count: Annotated[int, Option(min=1, help="With --layouts all: the number of layouts.")] = 40,
     account: Annotated[
         bool, Option("--account", help="Also compare the communication and memory of each rank with theory.")
@@ -50,7 +60,7 @@ def verify(
     json: AsJson = False,
 ) -> None:
     """Prove that parallel training equals training on one device. Compares losses, gradients and parameters of a small model of the
-    same family, in the layout of RUN.toml on CPU ranks, with one process."""
+    same family, in the layout of RUN.toml on CPU ranks or GPUs, with one process."""
     if layouts not in (None, "all"):
         raise RunError(f'--layouts {layouts} is not known: use "all", or remove it to verify the layout of the run file.')
     if chaos and (layouts or ranks or account):
@@ -59,6 +69,7 @@ def verify(
         )
     if faults is not None and not chaos:
         raise RunError(f"--faults {faults} is the number of faults that --chaos draws: add --chaos.")
+    gpus = () if device == "cpu" else _gpus(device, "--chaos" if chaos else "--account" if account else None)
     run = load(run_file, overrides or [])
     from phalanx.verification import chaos_campaign, parity, verify_report
 
@@ -69,20 +80,34 @@ def verify(
         verify_report.show_campaign(console, campaign)
         passed, result = campaign.passed, campaign.to_json()
     elif layouts == "all":
-        passed, result = _sweep(run, steps or _STEPS, ranks, count)
+        passed, result = _sweep(run, steps or _STEPS, ranks, count, gpus)
     else:
-        report = parity.verify(run, steps=steps or _STEPS, ranks=ranks, account=account)
+        report = parity.verify(run, steps=steps or _STEPS, ranks=ranks, account=account, gpus=gpus)
         verify_report.show_report(console, report)
         passed, result = report.passed, report.to_json()
     finish(json, result, passed)
 
 
-def _sweep(run: Run, steps: int, ranks: int | None, count: int) -> tuple[bool, Mapping[str, object]]:
+def _gpus(device: str, other: str | None) -> tuple[Gpu, ...]:
+    """The GPUs of `--device`. `other`: an option that excludes it."""
+    if other is not None:
+        raise RunError(f"--device {device} does not apply to {other}, which runs on CPU ranks: remove one of them.")
+    from phalanx.verification.cases import gpus_of
+
+    return gpus_of(this_machine(), device)
+
+
+def _sweep(run: Run, steps: int, ranks: int | None, count: int, gpus: tuple[Gpu, ...]) -> tuple[bool, Mapping[str, object]]:
     from phalanx.verification.parity import sweep
     from phalanx.verification.verify_report import show_line
 
     reports = []
-    for number, report in enumerate(sweep(run, ranks=ranks, steps=steps, count=count), start=1):
+    if gpus and not run.memory.compile:
+        words = (
+            "Blocks are not compiled, because that takes far longer than the proof: memory.compile=true verifies compiled ones."
+        )
+        console.print(words, style="dim", soft_wrap=True)
+    for number, report in enumerate(sweep(run, ranks=ranks, steps=steps, count=count, gpus=gpus), start=1):
         reports.append(report)
         show_line(console, number, report)
     good = sum(report.passed for report in reports)

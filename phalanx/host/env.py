@@ -11,6 +11,8 @@ from pathlib import Path
 from phalanx.host.interfaces import interface_of
 from phalanx.spec.plan import Place, Plan
 
+_NVML = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+"""Querying GPUs through NVML does not initialize CUDA, so ranks can be forked afterwards."""
 _FORWARDED = ("AWS_", "AZURE_", "GOOGLE_", "FSSPEC_", "HF_", "WANDB_", "NCCL_", "GLOO_", "TORCH_", "PYTORCH_")
 
 
@@ -129,9 +131,7 @@ def worker_env(plan: Plan, bind: str = "127.0.0.1") -> dict[str, str]:
     ours = {
         "OMP_NUM_THREADS": str(plan.threads),
         "MKL_NUM_THREADS": str(plan.threads),
-        # Querying GPUs through NVML does not initialize CUDA, so ranks can be forked afterwards.
-        "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
-    }
+    } | _NVML
     if plan.device == "cpu":
         # If malloc keeps freed activations instead of returning them to the system, a step has thousands fewer page faults and
         # takes up to a tenth less time. With parts of the model gathered and freed as well, mixed sizes fragment the heap
@@ -212,9 +212,14 @@ def rank_environment(rank: ProgramRank, own: Iterable[str]) -> dict[str, str]:
     return dict(os.environ) | ours | given
 
 
-def use_loopback_only() -> None:
-    """Ranks that this process becomes or starts use the loopback interface and no GPU."""
-    os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
+def use_loopback_only(*, gpus: bool = False) -> None:
+    """Ranks that this process becomes or starts use the loopback interface and, unless `gpus`, no GPU."""
+    os.environ |= {"GLOO_SOCKET_IFNAME": "lo"} | ({"NCCL_SOCKET_IFNAME": "=lo"} if gpus else {"CUDA_VISIBLE_DEVICES": ""})
+
+
+def count_gpus_without_cuda() -> None:
+    """torch counts GPUs through NVML from now on, which does not initialize CUDA: this process can fork ranks that use GPUs."""
+    os.environ |= _NVML
 
 
 def limit_to_one_thread() -> None:

@@ -77,9 +77,11 @@ def _compute_dtype(x: Tensor) -> torch.dtype:
 
 def _attend_in_spans(q_BHSE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, spans: DocumentSpans, scale: float | None) -> Tensor:
     width, narrow = q_BHSE.shape[-1], v_BKTE.shape[-1]
-    if narrow < width:  # the kernel needs equal widths
-        v_BKTE = F.pad(v_BKTE, (0, width - narrow))
-    q, k, v = (x.transpose(1, 2).contiguous() for x in (q_BHSE, k_BKTE, v_BKTE))
+    padded = max(width, narrow) + -max(width, narrow) % 8  # the kernels need one width, a multiple of 8
+    q, k, v = (
+        (F.pad(x, (0, padded - x.shape[-1])) if x.shape[-1] < padded else x).transpose(1, 2).contiguous()
+        for x in (q_BHSE, k_BKTE, v_BKTE)
+    )
     out_BSHE, _ = document_attention(q, k, v, spans.bounds, spans.runs, width**-0.5 if scale is None else scale)
     return out_BSHE.transpose(1, 2)[..., :narrow]
 

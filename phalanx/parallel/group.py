@@ -44,6 +44,9 @@ class Group:
     use: str
     """The technique that it serves."""
     handle: dist.ProcessGroup | None
+    via_host: bool = False
+    """Whether messages from one rank to one other are copied through host memory. gloo copies tensors of GPUs itself in collectives, but
+    hands their addresses to the socket in point-to-point messages, which ends the process."""
 
     @property
     def size(self) -> int:
@@ -99,6 +102,20 @@ class Group:
         rows = rows.contiguous()  # stays until the message has left
         overlap.exchange(dist.all_to_all_single, out, rows, list(received), list(sent), group=self, handle=self.handle)
         return out
+
+    # Point-to-point messages. `dist.isend` and `dist.irecv` take these tensors.
+
+    def outgoing(self, tensor: Tensor) -> Tensor:
+        """A tensor as it is sent to one rank. The host waits for the device where it is a copy."""
+        return tensor.to("cpu", copy=True).contiguous() if self.via_host else tensor.contiguous()
+
+    def incoming(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory for a tensor of one rank; `received` gives the tensor."""
+        return torch.empty(shape, dtype=dtype, device="cpu" if self.via_host else device)
+
+    def received(self, incoming: Tensor, device: torch.device) -> Tensor:
+        """The tensor on this rank's device, once it has arrived."""
+        return incoming.to(device, copy=True) if self.via_host else incoming
 
     # Differentiable: see the table above.
 

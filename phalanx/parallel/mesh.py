@@ -72,6 +72,8 @@ class Mesh:
     device: torch.device
     layout: Layout = field(default_factory=Layout)
     environment: Environment = field(default_factory=Environment, repr=False)
+    via_host: bool = False
+    """Whether messages from one rank to one other are copied through host memory: see `Group.via_host`."""
     _groups: dict[tuple[str, tuple[str, ...]], Group] = field(default_factory=dict, repr=False)
     _made: Counter[tuple[int, ...]] = field(default_factory=Counter, repr=False)
     _peer_indices: dict[tuple[str, ...], tuple[int, int]] = field(default_factory=dict, repr=False)
@@ -172,7 +174,7 @@ class Mesh:
             # The generation is part of the name: a group of an earlier one unregisters its name when it is garbage-collected, at any time.
             with _named(f"{self.place.generation} {ranks} {self._made[ranks]}"):
                 handle = dist.new_group(list(ranks), use_local_synchronization=True, group_desc=use)
-        return Group(ranks=ranks, index=ranks.index(self.rank), use=use, handle=handle)
+        return Group(ranks=ranks, index=ranks.index(self.rank), use=use, handle=handle, via_host=self.via_host)
 
     def all_reduce(self, values: Tensor) -> Tensor:
         if self.ranks > 1:
@@ -248,26 +250,32 @@ def _view(axes: tuple[str, ...]) -> tuple[str, ...]:
     return AXES if all(axis in AXES for axis in axes) else EXPERT_AXES
 
 
-def connect(place: Place, device: str, timeout: float, layout: Layout | None = None) -> Mesh:
-    """Join the other ranks of this generation and select this rank's device. Without a layout every rank is a replica."""
+def connect(place: Place, device: str, timeout: float, layout: Layout | None = None, *, share: bool = False) -> Mesh:
+    """Join the other ranks of this generation and select this rank's device. Without a layout every rank is a replica.
+
+    `share`: where this machine, on which all ranks are, has fewer GPUs than ranks, each GPU serves several. Then gloo carries all
+    messages, through host memory: it proves what ranks compute, and takes far more time than NCCL.
+    """
     kind = accelerator.of(device)
-    own = kind.device(place.local_rank)
+    shared = share and kind.asynchronous and place.ranks > kind.count()
+    own = kind.device(place.local_rank % kind.count() if shared else place.local_rank)
+    backend = kind.shared_backend if shared else kind.backend
     kind.set_device(own)
     server: dist.Store | None = None
     if place.ranks > 1:
         wait = timedelta(seconds=timeout)
         if place.store is None:
-            dist.init_process_group(kind.backend, timeout=wait)
+            dist.init_process_group(backend, timeout=wait)
         else:
             if place.token is not None:  # an agent's store; else torch's own
                 server = ControlStore(place.store, place.token, place.generation, timeout)
             else:
                 server = dist.TCPStore(*place.store, is_master=False, timeout=wait)
             store = dist.PrefixStore(f"generation-{place.generation}", server)
-            dist.init_process_group(kind.backend, store=store, rank=place.rank, world_size=place.ranks, timeout=wait)
+            dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.ranks, timeout=wait)
     layout = replace(layout, data=layout.data or 1) if layout else Layout(data=place.ranks)
     assert layout.ranks == place.ranks, f"{layout} has {layout.ranks} ranks, {place.ranks} were started"
-    return Mesh(place, own, layout, _store=server)
+    return Mesh(place, own, layout, via_host=shared, _store=server)
 
 
 def disconnect(mesh: Mesh) -> None:

@@ -1,4 +1,4 @@
-"""The cases that are verified: a run made small enough for CPU ranks, and the same run for one process. A small model keeps the
+"""The cases that are verified: a run made small enough for ranks of one machine, and the same run for one process. A small model keeps the
 parts of its family (grouped queries, latent attention, experts, …). Its sizes are as odd as the layout allows, because odd
 sizes reveal sharding errors."""
 
@@ -12,13 +12,13 @@ from typing import Any, get_args
 
 from phalanx.data.dataset import open_dataset
 from phalanx.launch.model_check import measure
-from phalanx.planning.planner import choose
+from phalanx.planning.planner import plan_run
 from phalanx.recovery.relayout import with_valid_settings
 from phalanx.spec.check import check
 from phalanx.spec.errors import RunError
 from phalanx.spec.layout import Layout, Schedule
 from phalanx.spec.model import Mla, ModelSpec, Moe
-from phalanx.spec.plan import Machine, Plan
+from phalanx.spec.plan import Gpu, Machine, Plan
 from phalanx.spec.run import Checkpoint, Cluster, Data, Memory, Optimizer, Precision, Run, Source, Train
 from phalanx.spec.sources import kind
 
@@ -27,7 +27,21 @@ TINY = 2_000_000
 _VOCABULARY = 257
 _LAYERS = 5
 _FFN = 43
+Gpus = tuple[Gpu, ...]
+"""The GPUs of this machine that ranks are on; none: ranks are on CPU."""
 _INIT_STD = 0.1  # larger weights than usual make attention and routing depend on their inputs, so that errors in them show
+
+
+def gpus_of(machine: Machine, device: str) -> Gpus:
+    """The GPUs of a machine that ranks on such a device use. Raises RunError if there are none."""
+    if device not in ("cpu", "cuda"):
+        raise RunError(f'--device {device} is not known: use "cpu" or "cuda".')
+    if device == "cuda" and not machine.gpus:
+        raise RunError(
+            "--device cuda needs a GPU, but this machine has none that nvidia-smi lists; remove it to verify on CPU ranks, or run "
+            "`phalanx doctor` to see why."
+        )
+    return machine.gpus if device == "cuda" else ()
 
 
 def shrink(spec: ModelSpec, layout: Layout, length: int) -> ModelSpec:
@@ -143,9 +157,11 @@ class Case:
     run: Run
     plan: Plan
     reference: Run
-    """The same run for one process, without memory-saving techniques."""
+    """The same run for one process, without memory-saving techniques and not compiled."""
     reference_plan: Plan
     steps: int
+    gpus: int = 0
+    """GPUs that the ranks are on; 0: they are on CPU."""
     folder: str = "."
     """Folder for files of offloading."""
     notes: tuple[str, ...] = ()
@@ -167,11 +183,13 @@ class Case:
         return "experts" if self.run.model.moe is not None and self.numbers != "fp32" else self.numbers
 
 
-def make_case(run: Run, *, ranks: int | None = None, steps: int = 8) -> Case:
-    """The case of a run with at most `ranks` ranks and `steps` optimizer steps. Raises RunError if the run is invalid."""
+def make_case(run: Run, *, ranks: int | None = None, steps: int = 8, gpus: Gpus = ()) -> Case:
+    """The case of a run with at most `ranks` ranks and `steps` optimizer steps, on CPU or on these GPUs. Raises RunError if the run is
+    invalid."""
     notes: list[str] = []
     layout = _layout(run, ranks, notes)
-    run = replace(run, layout=layout, cluster=Cluster(device="cpu", threads=1), checkpoint=Checkpoint())
+    cluster = Cluster(device="cuda" if gpus else "cpu", threads=1)
+    run = replace(run, layout=layout, cluster=cluster, checkpoint=Checkpoint())
     run = _data(_sizes(run, notes), notes)
     run = replace(run, optimizer=_optimizer(run, notes), precision=_precision(run, notes))
     run = replace(run, train=replace(run.train, steps=steps, tokens=None, eval_every=None))
@@ -179,11 +197,39 @@ def make_case(run: Run, *, ranks: int | None = None, steps: int = 8) -> Case:
         raise RunError(problems)
     open_dataset(run.data, run.train.sequence_length, run.train.seed)  # reports problems with the text before ranks start
     reference = replace(run, layout=Layout(data=1), memory=Memory())
-    return Case(run=run, plan=_plan(run), reference=reference, reference_plan=_plan(reference), steps=steps, notes=tuple(notes))
+    _, reference_plan = _planned(reference, gpus)
+    run, plan = _planned(run, gpus)
+    notes += _gpu_notes(run, gpus)
+    return Case(
+        run=run,
+        plan=plan,
+        reference=reference,
+        reference_plan=reference_plan,
+        steps=steps,
+        gpus=min(len(gpus), layout.ranks),
+        notes=tuple(notes),
+    )
 
 
-def _plan(run: Run) -> Plan:
-    return choose(run, _MACHINE, run.layout.ranks, measure(run))
+def _planned(run: Run, gpus: Gpus) -> tuple[Run, Plan]:
+    """The run as it would train on as many devices as it has ranks, and its plan. On GPUs the plan resolves what [memory] leaves open."""
+    ranks = run.layout.ranks
+    machine = replace(_MACHINE, gpus=tuple(gpus[rank % len(gpus)] for rank in range(ranks)) if gpus else ())
+    planned = plan_run(run, machine, ranks, measure(run))
+    return planned.run if gpus else run, planned.plan
+
+
+def _gpu_notes(run: Run, gpus: Gpus) -> list[str]:
+    """How ranks on GPUs differ from those of a real run."""
+    notes, ranks = [], run.layout.ranks
+    if gpus and ranks > len(gpus):
+        which = "one GPU" if len(gpus) == 1 else f"{len(gpus)} GPUs"
+        notes.append(
+            f"{ranks} ranks share {which}: gloo carries their messages through host memory, because NCCL needs a GPU per rank."
+        )
+    if gpus and run.memory.compile:
+        notes.append("Blocks of the ranks are compiled; those of the reference are not.")
+    return notes
 
 
 def _layout(run: Run, ranks: int | None, notes: list[str]) -> Layout:
@@ -242,7 +288,7 @@ def random_documents(seed: int, count: int = 300) -> tuple[str, ...]:
 
 def _optimizer(run: Run, notes: list[str]) -> Optimizer:
     given = run.optimizer
-    eps = max(COARSE_EPS if _is_coarse(run.precision) else EPS, given.eps)
+    eps = max(COARSE_EPS if _is_coarse(run) else EPS, given.eps)
     notes.append(
         f"The learning rate is {_LEARNING_RATE:g} from the first step on. optimizer.eps is {eps:g} instead of {given.eps:g}: "
         "with less, Adam turns rounding errors of tiny gradients into steps."
@@ -250,8 +296,10 @@ def _optimizer(run: Run, notes: list[str]) -> Optimizer:
     return replace(given, eps=eps, learning_rate=_LEARNING_RATE, warmup_steps=0, schedule="constant", decay_steps=None)
 
 
-def _is_coarse(precision: Precision) -> bool:
-    return precision.compute not in (None, "fp32") or "bf16" in (precision.reduce, precision.optimizer)
+def _is_coarse(run: Run) -> bool:
+    precision = run.precision
+    compute = precision.compute or ("bf16" if run.cluster.device == "cuda" else "fp32")
+    return compute != "fp32" or "bf16" in (precision.reduce, precision.optimizer)
 
 
 def _precision(run: Run, notes: list[str]) -> Precision:
@@ -259,7 +307,7 @@ def _precision(run: Run, notes: list[str]) -> Precision:
     neighboring bf16 number, and the iterations multiply small singular values by up to 485: gradients 1e-7 apart give parameters 1.6e-2
     apart after 8 steps, whatever the size of the difference. In fp32 they stay 2e-6 apart."""
     precision = run.precision
-    if not run.optimizer.traits.newton_schulz or precision.newton_schulz == "fp32" or _is_coarse(precision):
+    if not run.optimizer.traits.newton_schulz or precision.newton_schulz == "fp32" or _is_coarse(run):
         return precision
     notes.append(
         'precision.newton_schulz is "fp32" instead of "bf16": in bf16, the iterations turn rounding errors of gradients into steps.'
@@ -288,15 +336,15 @@ MODELS = {
 _TRIES = 200  # per requested layout
 
 
-def generate_layouts(run: Run, ranks: int, *, count: int = 40, seed: int = 0) -> list[Run]:
+def generate_layouts(run: Run, ranks: int, *, count: int = 40, seed: int = 0, gpus: Gpus = ()) -> list[Run]:
     """Draws `count` different valid runs for exactly `ranks` ranks, or fewer if there are not as many. They keep the precision and
-    the optimizer of `run`."""
+    the optimizer of `run`. On GPUs their blocks are compiled only if `run` sets it: compiling takes far longer than the proof."""
     dice = random.Random(seed)
     base = replace(
         run,
         data=Data(source="memory", documents=random_documents(seed), eval_fraction=0.0),
         train=Train(batch=8, sequence_length=48, steps=8, seed=seed, clip=run.train.clip),
-        memory=Memory(),
+        memory=Memory(compile=bool(run.memory.compile) if gpus else None),
     )
     runs: dict[tuple[str, Layout], Run] = {}
     kinds = list(MODELS)
@@ -305,14 +353,14 @@ def generate_layouts(run: Run, ranks: int, *, count: int = 40, seed: int = 0) ->
             break
         kind = kinds[len(runs) % len(kinds)]  # equal shares, however few layouts of a kind are valid
         drawn = _draw(base, kind, ranks, dice, sum(layout.pipeline > 1 for _, layout in runs))
-        if (kind, drawn.layout) not in runs and _is_valid(drawn, ranks):
+        if (kind, drawn.layout) not in runs and _is_valid(drawn, ranks, gpus):
             runs[kind, drawn.layout] = drawn
     return list(runs.values())
 
 
-def _is_valid(run: Run, ranks: int) -> bool:
+def _is_valid(run: Run, ranks: int, gpus: Gpus) -> bool:
     try:
-        return make_case(run, ranks=ranks).layout.ranks == ranks
+        return make_case(run, ranks=ranks, gpus=gpus).layout.ranks == ranks
     except RunError:
         return False
 
@@ -333,7 +381,9 @@ def _draw(base: Run, kind: str, ranks: int, dice: random.Random, pipelines: int)
     if model.moe:
         expert, slices, _ = dice.choice(list(_factored(ranks // layout.pipeline, 3)))
         layout = replace(layout, expert=expert, expert_tensor=slices)
-    memory = Memory(recompute=dice.choice(["none", "none", "full", "selective"]), loss_chunk=dice.choice([None, None, 7, 64]))
+    memory = replace(
+        base.memory, recompute=dice.choice(["none", "none", "full", "selective"]), loss_chunk=dice.choice([None, None, 7, 64])
+    )
     if memory.recompute != "none":
         memory = replace(memory, recompute_every=dice.choice([1, 2]))
     micro_batch = dice.choice([1, 2])

@@ -18,7 +18,7 @@ from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.sharded_model import ParamShard, extract
 from phalanx.spec.run import Run
 from phalanx.verification import step_cost as accounts
-from phalanx.verification.cases import MAX_RANKS, Case, generate_layouts, make_case
+from phalanx.verification.cases import MAX_RANKS, Case, Gpus, generate_layouts, make_case
 from phalanx.verification.rank_pool import RankFailed, RankPool
 from phalanx.verification.reference import (
     Reference,
@@ -126,7 +126,7 @@ def _tensors(
     for name, (tensor, shard) in ours.items():
         apart = float("inf")
         if name in theirs and theirs[name][1].slice.whole == shard.slice.whole:
-            apart = difference(tensor, extract(shard.slice, theirs[name][0]), max(largest[name], floor))
+            apart = difference(tensor.cpu(), extract(shard.slice, theirs[name][0]), max(largest[name], floor))
         yield Comparison(kind, step, name, rank, apart)
 
 
@@ -169,6 +169,8 @@ class Report:
             "passed": self.passed,
             "layout": asdict(case.layout),
             "ranks": case.layout.ranks,
+            "device": case.plan.device,
+            "gpus": case.gpus,
             "steps": case.steps,
             "precision": case.plan.compute,
             "reason": self.reason,
@@ -184,27 +186,41 @@ class Report:
 
 
 def verify(
-    run: Run, *, steps: int = 8, ranks: int | None = None, account: bool = False, pool: RankPool | None = None
+    run: Run,
+    *,
+    steps: int = 8,
+    ranks: int | None = None,
+    account: bool = False,
+    gpus: Gpus = (),
+    pool: RankPool | None = None,
 ) -> Report:
-    """Verifies the layout of one run. Raises RunError if the run is invalid; any other failure is in the report."""
-    return prove(make_case(run, ranks=ranks, steps=steps), account=account, pool=pool)
+    """Verifies the layout of one run, on CPU or on these GPUs of this machine. Raises RunError if the run is invalid; any other failure
+    is in the report."""
+    return prove(make_case(run, ranks=ranks, steps=steps, gpus=gpus), account=account, pool=pool)
 
 
 def sweep(
-    run: Run, *, ranks: int | None = None, steps: int = 8, count: int = 40, pool: RankPool | None = None
+    run: Run,
+    *,
+    ranks: int | None = None,
+    steps: int = 8,
+    count: int = 40,
+    gpus: Gpus = (),
+    pool: RankPool | None = None,
 ) -> Iterator[Report]:
     """Verifies generated layouts in one pool of ranks, with a report for each."""
     most = ranks or MAX_RANKS
-    with _pool(most, pool) as opened:
+    with _pool(most, "cuda" if gpus else "cpu", pool) as opened:
         references: References = {}
-        for generated in generate_layouts(run, most, count=count):
-            yield prove(make_case(generated, ranks=most, steps=steps), pool=opened, references=references)
+        for generated in generate_layouts(run, most, count=count, gpus=gpus):
+            case = make_case(generated, ranks=most, steps=steps, gpus=gpus)
+            yield prove(case, pool=opened, references=references)
 
 
 def prove(case: Case, *, account: bool = False, pool: RankPool | None = None, references: References | None = None) -> Report:
     """Verifies one case. `references`: a cache of reference files."""
     references = {} if references is None else references
-    with _pool(case.layout.ranks, pool) as opened:
+    with _pool(case.layout.ranks, case.plan.device, pool) as opened:
         case = replace(case, folder=mkdtemp(dir=opened.folder))
         local = case.layout.data if case.run.optimizer.sync_every > 1 else None
         key = (case.reference, case.reference_plan, case.steps, local)
@@ -230,9 +246,9 @@ def prove(case: Case, *, account: bool = False, pool: RankPool | None = None, re
     )
 
 
-def _pool(ranks: int, pool: RankPool | None) -> AbstractContextManager[RankPool]:
+def _pool(ranks: int, device: str, pool: RankPool | None) -> AbstractContextManager[RankPool]:
     """The caller's pool, which stays open, or a new one."""
-    return RankPool(ranks) if pool is None else nullcontext(pool)
+    return RankPool(ranks, device=device) if pool is None else nullcontext(pool)
 
 
 def _placement(case: Case, results: list[RankResult], reference: Reference) -> Iterator[Comparison]:

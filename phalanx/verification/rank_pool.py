@@ -1,5 +1,5 @@
-"""A pool of CPU ranks: forked once with torch loaded, then used for one case after the other. Each case connects under a new
-generation of the same store. If a rank raises, dies or hangs, the others wait for it forever: all are killed, and the next case
+"""A pool of ranks: forked once with torch loaded, then used for one case after the other. Each case connects under a new
+generation of the same store. Ranks are on CPU, or on this machine's GPUs, which they share where there are fewer GPUs than ranks. If a rank raises, dies or hangs, the others wait for it forever: all are killed, and the next case
 gets new ranks."""
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ import torch.distributed as dist
 import torch.distributed.fsdp
 import torch.distributed.tensor
 
-from phalanx.host.env import use_loopback_only
+from phalanx import accelerator
+from phalanx.host.env import count_gpus_without_cuda, use_loopback_only
 from phalanx.host.process_tree import die_with
 from phalanx.parallel.mesh import connect, disconnect
 from phalanx.spec.layout import Layout
@@ -35,6 +36,8 @@ from phalanx.spec.plan import Place
 
 _GRACE = 0.5  # seconds to wait for the failures of other ranks: the earliest one is the cause
 _LINES = 12  # lines of a traceback to report
+_SECONDS = {"cpu": 120.0, "cuda": 300.0}
+"""Until a case counts as hanging. On GPUs the first case also starts CUDA, and kernels or blocks are compiled."""
 
 
 @dataclass(eq=False)
@@ -71,9 +74,9 @@ class _Worker:
 class RankPool:
     """Up to `ranks` ranks, started on first use."""
 
-    def __init__(self, ranks: int, timeout: float = 120.0):
-        """`timeout`: seconds after which a case counts as hanging."""
-        self.ranks, self.timeout = ranks, timeout
+    def __init__(self, ranks: int, timeout: float | None = None, device: str = "cpu"):
+        """`timeout`: seconds after which a case counts as hanging. `device`: "cpu" or "cuda"; this process itself never touches a GPU."""
+        self.ranks, self.device, self.timeout = ranks, device, _SECONDS[device] if timeout is None else timeout
         self._workers: list[_Worker] = []
         self._store: int | None = None
         self._address = ("127.0.0.1", 0)
@@ -118,13 +121,15 @@ class RankPool:
         if self._workers:
             return
         torch.set_num_threads(1)  # forks of a process with OpenMP threads hang, because the threads are missing
+        if self.device != "cpu":
+            count_gpus_without_cuda()
         with socket.create_server(("127.0.0.1", 0)) as listener:
             self._address = listener.getsockname()
             self._store = fork(serve_store, *self._address, listener.fileno())
         for rank in range(self.ranks):
             ours, theirs = Pipe()
             log = self.folder / f"rank-{rank}.log"
-            pid = fork(_serve, theirs, log)
+            pid = fork(_serve, theirs, log, self.device)
             theirs.close()  # before the next fork, so that only this rank has it: end-of-file then shows its death
             self._workers.append(_Worker(rank, pid, ours, log))
 
@@ -200,18 +205,18 @@ def serve_store(host: str, port: int, listener: int) -> NoReturn:
     raise AssertionError
 
 
-def _serve(pipe: Connection, log: Path) -> NoReturn:
+def _serve(pipe: Connection, log: Path, device: str) -> NoReturn:
     """The main loop of a rank: executes tasks until it is killed."""
     with log.open("w") as file:
         os.dup2(file.fileno(), 2)
-    use_loopback_only()
+    use_loopback_only(gpus=device != "cpu")
     sys.stderr = os.fdopen(os.dup(2), "w", buffering=1)
     faulthandler.register(signal.SIGUSR1, file=sys.stderr)
     torch.set_num_threads(1)
     while True:
         place, timeout, layout, function, args = pickle.loads(pipe.recv_bytes())
         try:
-            mesh = connect(place, "cpu", timeout, layout)
+            mesh = connect(place, device, timeout, layout, share=True)
             result = pickle.dumps(function(mesh, *args))
             disconnect(mesh)
         except BaseException as error:
@@ -222,6 +227,7 @@ def _serve(pipe: Connection, log: Path) -> NoReturn:
                 signal.pause()
         pipe.send_bytes(result)
         gc.collect()  # models are reference cycles; the next case needs the memory
+        accelerator.of(device).empty_cache()
 
 
 def _result(worker: _Worker) -> Any:

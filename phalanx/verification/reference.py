@@ -279,7 +279,7 @@ class _Agreement:
         self._barrier.wait()
         all_finite = all(self._finite)
         self._barrier.wait()  # no replica writes its next value before all have read this one
-        return torch.tensor(all_finite)
+        return torch.tensor(all_finite, device=finite.device)
 
 
 def _totals(now: Sequence[StepRecord]) -> tuple[float, str]:

@@ -22,7 +22,11 @@ def show_report(console: Console, report: Report) -> None:
     """Shows one verification in full."""
     case = report.case
     ranks, precision = case.layout.ranks, case.plan.compute
-    against = f"{ranks} CPU rank{'s' if ranks > 1 else ''} against one process, {case.steps} steps, {precision}"
+    plural = "s" if ranks > 1 else ""
+    where = (
+        f"{ranks} rank{plural} on {case.gpus} GPU{'s' if case.gpus > 1 else ''}" if case.gpus else f"{ranks} CPU rank{plural}"
+    )
+    against = f"{where} against one process, {case.steps} steps, {precision}"
     console.print(f"{layout_name(case.layout)}: {against}")
     _notes(console, case.notes)
     if report.failure:

@@ -108,6 +108,10 @@ def test_verify_shows_the_traceback_of_a_failed_rank(run_file: Path, monkeypatch
         (["layout.tensor=3"], "layout.tensor = 3 does not divide model.heads = 2"),
         (["--layouts", "some"], 'use "all"'),
         (["train.batch=3"], "does not divide among the 2 replicas"),
+        (["--device", "cuda"], "--device cuda needs a GPU"),
+        (["--device", "tpu"], 'use "cpu" or "cuda"'),
+        (["--device", "cuda", "--chaos"], "--device cuda does not apply to --chaos"),
+        (["--device", "cuda", "--account"], "--device cuda does not apply to --account"),
     ],
 )
 def test_verify_refuses_invalid_options(arguments: list[str], words: str, run_file: Path) -> None:

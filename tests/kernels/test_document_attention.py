@@ -7,8 +7,11 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from phalanx.kernels.document_attention import DocumentSpans, Run, document_attention, runs_of
+from phalanx.models import attention
 
 
 def test_bounds_and_runs_of_rows() -> None:
@@ -38,6 +41,29 @@ def test_runs_cover_every_row_once_and_bounds_every_token(seed: int) -> None:
         for first, last in pairwise(bounds):
             assert len(set(documents.ravel()[first:last])) == 1 and first // length == (last - 1) // length
     assert spans.bounds.shape == (rows * length + 1,) and spans.runs.shape == (rows, 6), "sizes do not depend on the documents"
+
+
+@pytest.mark.parametrize(("width", "narrow"), [(8, 8), (12, 6), (10, 10), (24, 16)])
+def test_kernels_get_one_width_that_is_a_multiple_of_8(width: int, narrow: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    documents = np.array([[0, 0, 1, 1, 1], [0, 1, 1, 2, 2]], dtype=np.int32)
+    seen: list[int] = []
+
+    def kernel(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, runs: Tensor, scale: float) -> tuple[Tensor, None]:
+        """In place of the GPU's, with the mask that it does without."""
+        assert q.shape[-1] == k.shape[-1] == v.shape[-1]
+        seen.append(q.shape[-1])
+        mask = attention.Scope(torch.from_numpy(documents)).mask
+        heads = (x.transpose(1, 2) for x in (q, k, v))
+        return F.scaled_dot_product_attention(*heads, attn_mask=mask, scale=scale, enable_gqa=True).transpose(1, 2), None
+
+    monkeypatch.setattr(attention, "document_attention", kernel)
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, heads, 5, size, dtype=torch.bfloat16) for heads, size in ((4, width), (2, width), (2, narrow)))
+    plain = attention.attend_locally(q, k, v, attention.Scope(torch.from_numpy(documents)))
+    found = attention.attend_locally(q, k, v, attention.Scope(torch.from_numpy(documents), DocumentSpans.of(documents)))
+    assert seen[0] % 8 == 0 and seen[0] - width < 8
+    assert found.shape == (2, 4, 5, narrow)
+    torch.testing.assert_close(found, plain, rtol=2e-2, atol=2e-2)
 
 
 def test_compilers_see_shapes_only() -> None:

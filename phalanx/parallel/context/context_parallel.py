@@ -143,11 +143,11 @@ class _Hop:
     """A message to the next rank, and one of the same kind from the previous rank, in flight."""
 
     def __init__(self, sent: Tensor, tag: int, group: Group):
-        self._sent = sent  # keeps the memory until it is sent
-        self._received = torch.empty_like(sent)
-        self._group = group
+        self._sent = group.outgoing(sent)  # keeps the memory until it is sent
+        self._received = group.incoming(sent.shape, sent.dtype, sent.device)
+        self._group, self._device = group, sent.device
         after, before = self._peers = group.ranks[(group.index + 1) % group.size], group.ranks[group.index - 1]
-        send = dist.P2POp(dist.isend, sent, after, group.handle, tag)
+        send = dist.P2POp(dist.isend, self._sent, after, group.handle, tag)
         receive = dist.P2POp(dist.irecv, self._received, before, group.handle, tag)
         self._works = dist.batch_isend_irecv([send, receive])
 
@@ -155,7 +155,7 @@ class _Hop:
         # A backend may return one work for both; then it is the one of the receive.
         for work, peer in zip(self._works, self._peers[-len(self._works) :], strict=True):
             wait(work, self._group, peer)
-        return self._received
+        return self._group.received(self._received, self._device)
 
 
 def _unpack(message: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

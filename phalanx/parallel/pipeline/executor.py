@@ -275,7 +275,7 @@ class P2P:
         The first message between two GPUs creates their connection, for which both sides wait. In the middle of a schedule, ranks
         could wait for each other in a circle.
         """
-        token = torch.zeros(1, device=self._device)
+        token = self._groups[0].incoming([1], torch.float32, self._device).zero_()
         for sender, receiver in pairs:
             if self._rank == sender:
                 timed_collective(dist.send, token, group_dst=receiver, group=self._group(sender, receiver).handle)
@@ -290,8 +290,9 @@ class P2P:
 
     def start_receive(self, message: Action, sender: int, shape: Sequence[int], dtype: torch.dtype) -> None:
         """Begin to receive. Messages of one sender must be started in the order in which it sends them."""
-        buffer = torch.empty(shape, dtype=dtype, device=self._device)
-        work = dist.irecv(buffer, group_src=sender, group=self._group(sender, self._rank).handle)
+        group = self._group(sender, self._rank)
+        buffer = group.incoming(shape, dtype, self._device)
+        work = dist.irecv(buffer, group_src=sender, group=group.handle)
         assert work is not None
         self._receiving[message] = work, buffer, sender
 
@@ -302,7 +303,7 @@ class P2P:
         work, buffer, sender = self._receiving.pop(message)
         group = self._group(sender, self._rank)
         wait(work, group, group.ranks[sender])
-        return buffer
+        return group.received(buffer, self._device)
 
     def keep(self, message: Action, tensor: Tensor) -> None:
         """Store a message for another stage of this rank."""
@@ -312,8 +313,9 @@ class P2P:
         """Begin to send. The tensor must not change until it is sent."""
         while self._sending and self._sending[0][0].is_completed():
             self._sending.popleft()
-        tensor = tensor.contiguous()
-        work = dist.isend(tensor, group_dst=receiver, group=self._group(self._rank, receiver).handle)
+        group = self._group(self._rank, receiver)
+        tensor = group.outgoing(tensor)
+        work = dist.isend(tensor, group_dst=receiver, group=group.handle)
         assert work is not None
         self._sending.append((work, tensor, receiver))
 
