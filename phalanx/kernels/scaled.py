@@ -13,7 +13,9 @@ _BLOCK = 4096
 
 def scaled(x: Tensor, factor: Tensor) -> Tensor:
     """x · factor in the dtype of x, computed in fp32."""
-    return _scaled(x, factor) if launches_triton(x) and x.is_contiguous() else x * factor
+    if launches_triton(x) and x.is_contiguous():
+        return _scaled(x, factor)
+    return (x.float() * factor).to(x.dtype)  # torch's product would round the factor to the dtype of x
 
 
 @operation("scaled", mutates=())

@@ -62,7 +62,7 @@ for rows in (50257, 8192, 1003):  # some are no multiple of what products like
             assert one.shape == other.shape and (one - other).norm() / other.norm() < 1e-2, (rows, dtype)
         for size in (1, 4095, 4096, 100_003):
             values, factor = torch.randn(size, device="cuda").to(dtype), torch.rand((), device="cuda")
-            assert torch.equal(scaled(values, factor), values * factor)
+            assert torch.equal(scaled(values, factor), (values.float() * factor).to(dtype))
 print("ok")
 """
 
@@ -193,7 +193,9 @@ for tokens, width, experts in ((4096, 2048, 128), (77, 96, 8), (1, 64, 6)):
         logits = router_product(x, weight)
         assert logits.dtype == torch.float32
         exact = x.double() @ weight.double().T
-        assert (logits - exact).norm() <= 1e-6 * exact.norm(), (tokens, dtype, (logits - exact).norm() / exact.norm())
+        # Tensor cores add up with a little less care than fp32 units, whose own error is the measure.
+        plain = (torch.nn.functional.linear(x.float(), weight.float()) - exact).norm()
+        assert (logits - exact).norm() <= 4 * plain + 1e-7 * exact.norm(), (tokens, dtype, (logits - exact).norm() / exact.norm())
         of_x, of_weight = torch.autograd.grad(logits, (x, weight), gradient)
         wanted = gradient.double() @ weight.double()
         assert of_x.dtype == torch.bfloat16 and (of_x - wanted).norm() <= 5e-3 * wanted.norm()
