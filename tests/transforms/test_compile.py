@@ -40,7 +40,9 @@ def test_blocks_compiled_together_compute_the_same() -> None:
     spec = replace(KINDS["dense"], layers=4)
     plain = learned(made(spec))
     said: list[str] = []
-    assert distance(learned(made(spec, lambda parts: compile.apply(parts, "aot_eager", said.append, together=2))), plain) <= 1e-6
+    assert (
+        distance(learned(made(spec, lambda parts: compile.apply(parts, "aot_eager", said.append, together=2))), plain) <= 1e-6
+    )
     assert said == []
     assert graphs() == 1  # two chains alike
     model = made(spec, lambda parts: compile.apply(parts, "aot_eager", said.append, together=2))
