@@ -193,14 +193,13 @@ for tokens, width, experts in ((4096, 2048, 128), (77, 96, 8), (1, 64, 6)):
         logits = router_product(x, weight)
         assert logits.dtype == torch.float32
         exact = x.double() @ weight.double().T
-        # Tensor cores add up with a little less care than fp32 units, whose own error is the measure.
-        plain = (torch.nn.functional.linear(x.float(), weight.float()) - exact).norm()
-        assert (logits - exact).norm() <= 4 * plain + 1e-7 * exact.norm(), (tokens, dtype, (logits - exact).norm() / exact.norm())
+        # Tensor cores add up with a little less care than fp32 units. A product in tf32 would be 100 times as far away, in bf16 1,000 times.
+        assert (logits - exact).norm() <= 3e-6 * exact.norm(), (tokens, dtype, (logits - exact).norm() / exact.norm())
         of_x, of_weight = torch.autograd.grad(logits, (x, weight), gradient)
         wanted = gradient.double() @ weight.double()
         assert of_x.dtype == torch.bfloat16 and (of_x - wanted).norm() <= 5e-3 * wanted.norm()
         wanted = gradient.double().T @ x.double()
-        assert of_weight.dtype == dtype and (of_weight - wanted).norm() <= (1e-5 if dtype == torch.float32 else 3e-3) * wanted.norm()
+        assert of_weight.dtype == dtype and (of_weight - wanted).norm() <= (3e-5 if dtype == torch.float32 else 3e-3) * wanted.norm()
 print("ok")
 """
 

@@ -380,7 +380,7 @@ def head_time(jobs: JobTable, rates: Rates) -> BlockTime:
     tokens = jobs.tokens * (1 + jobs.mtp_depth) / jobs.tensor
     rows = 1 + rates.knee * (1 / jobs.dim + 1 / jobs.tokens)
     matrices = tokens * rows * (2 * jobs.dim * jobs.vocab / (jobs.peak16 * rates.gemm))
-    moved = tokens * (6.0 * jobs.vocab / (jobs.bandwidth * rates.memory))
+    moved = tokens * (rates.logits * jobs.vocab / (jobs.bandwidth * rates.memory))
     return BlockTime(matrices, 0.0, 0.0, moved)
 
 

@@ -99,6 +99,8 @@ class Rates:
     """1: tensor ranks share the messages between pipeline stages even without sequence parallelism."""
     adding: Column = 8.0
     """Bytes of traffic to add a gradient value to the accumulated sum."""
+    logits: Column = 6.0
+    """Bytes of traffic per logit and direction of a step, in the loss."""
     optimizer_bytes: Column = 28.0
     """Bytes read and written per parameter that a rank updates."""
     spread: Column = 0.0017
@@ -119,10 +121,28 @@ class Rates:
     """Factor on the logarithmic uncertainty for devices with few published steps."""
 
 
-OWN = {"h100": {"attention": 0.6}}
-"""What this program reaches by family where it was measured: attention by cuDNN on an H200 (`phalanx bench`: 0.56 to 0.63
-with 4,096 to 16,384 tokens). Published steps use many kernels, including older ones."""
-LAUNCH = 3.3e-5
+OWN = {
+    "h100": {
+        "gemm": 0.735,
+        "knee": 20.0,
+        "attention": 0.53,
+        "attention_backward": 0.77,
+        "narrow": 0.4,
+        "memory": 0.84,
+        "traffic": 2.6,
+        "fused": 0.35,
+        "drain": 2.5e-6,
+        "logits": 2.4,
+        "copies": 1.6,
+        "expert_wait": 0.0,
+        "optimizer_bytes": 33.0,
+        "overhead": 0.003,
+    }
+}
+"""What this program reaches by family where it was measured: steps of 124M to 8B parameters on an H200, by kernel (docs/log.md, "The step on one
+H200"). Published steps are of other programs: older attention kernels, losses that pass over the logits several times, hosts that wait for
+the number of tokens of each expert."""
+LAUNCH = 3.5e-5
 """Host seconds per kernel where this program launches kernels one by one, on an H200 (`phalanx bench`). Published steps are
 of other programs, most of which use CUDA graphs or larger kernels and hardly ever wait for the host."""
 STAGED = 1.3
