@@ -148,8 +148,15 @@ def test_given_layout_gets_the_planned_micro_batch() -> None:
     plan = choose(run, server(1))
     assert plan.promise is not None and plan.promise.total_memory <= SAFE * 80 * GIB
     assert plan.micro_batch * plan.accumulation == 64
-    _, larger = need_and_promise(plan_run(run, server(1)).run, server(1), replace(plan, micro_batch=2 * plan.micro_batch))
-    assert larger is not None and larger.total_memory > SAFE * 80 * GIB
+    resolved, times = plan_run(run, server(1)).run, {}
+    for size in (1, 2, 4, 8, 16):
+        other = replace(plan, micro_batch=size, accumulation=64 // size)
+        _, promise = need_and_promise(resolved, server(1), other)
+        if promise is not None and promise.total_memory <= SAFE * 80 * GIB:
+            times[size] = promise.seconds
+    # The smallest that is as fast as the fastest: a larger one would only take memory.
+    assert plan.micro_batch == min(size for size, seconds in times.items() if seconds <= 1.01 * min(times.values()))
+    assert times[plan.micro_batch] < times[1], "one sequence at a time is slower"
 
 
 def test_gpu_that_fits_only_to_the_brim_gets_one_sequence() -> None:
