@@ -10,6 +10,14 @@
     trainer.step()
     assert px.verify(run).passed  # proves on CPU ranks that the layout equals one device
 
+load, loads                 read a run file, or its text
+plan, explain               the fastest layout that fits, and why
+rehearse                    the program of any rank of any job, without its GPUs
+verify                      proof that the layout computes what one device would
+train, trainer              training, in worker processes or in this one
+bench_step                  the step next to that of other trainers
+RunError, RunFailed         refused before the start; failed while it ran. Both are PhalanxError.
+
 Imports are lazy: `import phalanx` is fast, and only functions such as `px.trainer` load torch.
 """
 
@@ -22,12 +30,27 @@ from phalanx._version import __version__
 
 if TYPE_CHECKING:
     from phalanx.api import bench_step, explain, plan, rehearse, train, trainer, verify
+    from phalanx.spec.errors import PhalanxError, RunError, RunFailed
     from phalanx.spec.load import load, loads
 
-__all__ = ["__version__", "bench_step", "explain", "load", "loads", "plan", "rehearse", "train", "trainer", "verify"]
+_HOMES = {
+    **dict.fromkeys(("load", "loads"), "phalanx.spec.load"),
+    **dict.fromkeys(("explain", "plan", "rehearse", "verify", "train", "trainer", "bench_step"), "phalanx.api"),
+    **dict.fromkeys(("PhalanxError", "RunError", "RunFailed"), "phalanx.spec.errors"),
+}
+"""The module of each public name."""
+
+__all__ = [
+    "PhalanxError", "RunError", "RunFailed", "__version__", "bench_step", "explain", "load", "loads", "plan", "rehearse", "train",
+    "trainer", "verify",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
-    if name not in __all__:
+    if name not in _HOMES:
         raise AttributeError(f"module 'phalanx' has no attribute {name!r}")
-    return getattr(import_module("phalanx.spec.load" if name in ("load", "loads") else "phalanx.api"), name)
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -14,7 +14,7 @@ from typer import Argument
 
 from phalanx.cli.options import AsJson
 from phalanx.cli.output import console, finish, plain_table, print_json
-from phalanx.dashboard.numbers import count, size
+from phalanx.dashboard.numbers import count
 from phalanx.host.probe import this_machine
 from phalanx.planning.machines.catalogue import KINDS, entries, named_gpu
 from phalanx.spec import schema as run_schema
@@ -31,9 +31,17 @@ def models(json: AsJson = False) -> None:
         spec = replace(preset, vocab=preset.vocab or TOKENIZER_VOCAB["byte"])
         total, active, flops = spec.parameters(), spec.active_parameters(), spec.flops_per_token(spec.context)
         state = total * _STATE_BYTES
-        cells.append((name, count(total), count(active), f"{flops / 1e9:,.3f}", size(state)))
-        rows.append({"name": name, "parameters": total, "active": active, "flops_per_token": flops, "state_bytes": state})
-    console.print(plain_table(("preset", "parameters", "active", "GFLOP/token", "training state"), cells))
+        shape = {"layers": spec.layers, "dim": spec.dim, "context": spec.context, "vocab": preset.vocab}
+        vocab = "" if preset.vocab is None else f"{preset.vocab:,}"  # none: it is the tokenizer's
+        sizes = (str(spec.layers), f"{spec.dim:,}", f"{spec.context:,}", vocab)
+        cells.append((name, count(total), count(active), *sizes, f"{flops / 1e9:,.1f}"))
+        rows.append(
+            {"name": name, "parameters": total, "active": active, **shape, "flops_per_token": flops, "state_bytes": state}
+        )
+    titles = ("preset", "params", "active", "layers", "width", "context", "vocab", "GFLOP/token")
+    console.print(plain_table(titles, cells))
+    words = f"Training takes {_STATE_BYTES} bytes per parameter, and activations. GFLOP of a token at the whole context. No vocab: the tokenizer's."
+    console.print(words, style="dim", soft_wrap=True)
     finish(json, {"models": rows})
 
 

@@ -6,6 +6,8 @@
 
 from __future__ import annotations
 
+import re
+import signal
 import sys
 from functools import cache
 from importlib import import_module
@@ -14,8 +16,8 @@ from typing import Any
 import typer
 
 from phalanx._version import __version__
-from phalanx.cli.output import print_error
-from phalanx.spec.errors import PhalanxError
+from phalanx.cli.output import console, print_error, print_json
+from phalanx.spec.errors import PhalanxError, RunError
 
 _VERBS = {
     "plan": "plan_cmd.plan",
@@ -43,6 +45,10 @@ _VERBS = {
     "schema": "list_cmd.schema",
 }
 """Module and function of each verb. Only the called verb is imported: importing all takes longer than a plan."""
+
+
+_INTERRUPTED = 130
+_DASHED_SETTING = re.compile(r"--([a-z_]+(?:\.[a-z_0-9]+)+)(?:=(.*))?")
 
 
 @cache
@@ -85,10 +91,60 @@ def _options(
 
 
 def main() -> None:
-    verb = sys.argv[1] if len(sys.argv) > 1 else ""
+    words = sys.argv[1:]
+    console.stderr = "--json" in words  # standard output is for the program that reads it
     try:
-        # Exits by itself: with 2 for an invalid command line, else with the code of the verb.
-        _app(verb if verb in _VERBS else None)()
+        _refuse_settings_as_options(words)
+        command = _without_types_of_flags(_app(words[0] if words and words[0] in _VERBS else None))
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        # Returns the code of the verb, or what it returns; raises for an invalid command line.
+        code = command(standalone_mode=False)
     except PhalanxError as error:
         print_error(error)
         sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        sys.exit(_INTERRUPTED)
+    except typer.Abort:
+        sys.exit(1)
+    except Exception as error:
+        if isinstance(
+            error.__cause__ or error.__context__, KeyboardInterrupt
+        ):  # Python wraps one that comes while a class is made
+            sys.exit(_INTERRUPTED)
+        if not hasattr(error, "format_message"):  # the errors of the parser, whose class differs between versions of typer
+            raise
+        _print_usage_error(error)
+        sys.exit(getattr(error, "exit_code", 2))
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _without_types_of_flags(app: typer.Typer) -> Any:
+    """The command of an app. Its help shows a flag by its name alone: "--fresh", not "--fresh <bool>"."""
+
+    def forget_types(command: Any) -> None:
+        for parameter in command.params:
+            if getattr(parameter, "is_flag", False):
+                parameter.metavar = ""
+        for verb in getattr(command, "commands", {}).values():
+            forget_types(verb)
+
+    command = typer.main.get_command(app)
+    forget_types(command)
+    return command
+
+
+def _refuse_settings_as_options(words: list[str]) -> None:
+    """`--train.steps 5` is a setting with dashes, as other programs write it."""
+    for place, word in enumerate(words):
+        if (match := _DASHED_SETTING.fullmatch(word)) is not None:
+            following = words[place + 1] if place + 1 < len(words) else "VALUE"
+            value = match[2] if match[2] is not None else following
+            raise RunError(f"{word}: settings have no dashes; write {match[1]}={value}")
+
+
+def _print_usage_error(error: Any) -> None:
+    from typer import rich_utils
+
+    rich_utils.rich_format_error(error)
+    if "--json" in sys.argv[1:]:
+        print_json({"error": [error.format_message()]})

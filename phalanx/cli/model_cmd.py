@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 from typer import Argument, Option
 
 from phalanx.cli.options import SOURCE_KINDS, AsJson, Device, Field, Template, check_source_kind
-from phalanx.cli.output import console, finish, plain_table, print_json, tracked
+from phalanx.cli.output import console, finish, plain_table, print_json, tracked, visible
 from phalanx.dashboard.data_tables import tokenizing
 from phalanx.dashboard.numbers import count, number, percent
 from phalanx.data.dataset import open_corpus, open_dataset
@@ -216,11 +216,11 @@ def generate(
     push = tokenizer.stream()
     generated: list[int] = []
     if not json:
-        sys.stdout.write(prompt)
+        sys.stdout.write(visible(prompt))
     for token in sample(opened.model, start, tokens, -1, sampling):
         generated.append(token)
         if not json and token != tokenizer.end:
-            sys.stdout.write(push(token))
+            sys.stdout.write(visible(push(token)))
             sys.stdout.flush()
         if token in opened.stops:
             break

@@ -17,7 +17,9 @@ RunFile = Annotated[Path, Argument(help="The run file.", metavar="RUN.toml")]
 Overrides = Annotated[
     list[str] | None, Argument(help="Settings that override the run file, for example train.steps=20 layout.data=2.")
 ]
-AsJson = Annotated[bool, Option("--json", help="Print one JSON object on the last line.")]
+AsJson = Annotated[
+    bool, Option("--json", help="Print one JSON object on standard output; everything else goes to standard error.")
+]
 Hosts = Annotated[Path | None, Option(help="--on ssh: a file with one host per line. Sets cluster.hosts. See docs/ssh.md.")]
 Device = Annotated[str | None, Option(help="cpu or cuda. Default: the GPU if there is one.")]
 Field = Annotated[str | None, Option(help='Field or column with the text. Default: "text", or "messages" for chat.')]

@@ -74,7 +74,7 @@ def plan(
     json: AsJson = False,
 ) -> None:
     """Find the best layout of a run on its cluster without using a GPU: memory, time and price, and why the others are worse."""
-    wide = console if console.is_terminal else Console(highlight=False, width=_WIDTH)
+    wide = console if console.is_terminal else Console(highlight=False, width=_WIDTH, stderr=console.stderr)
     _check_options(
         run_file, compare, {"--solve": solve, "--given": given, "--free": free, "--refit": refit, "--png": png, "--html": html}
     )

@@ -26,10 +26,9 @@ def schedule(
     name: Annotated[str, Argument(metavar="NAME|FILE", help=f"One of {', '.join(NAMES)}, or a CSV file.")],
     ranks: Annotated[
         int | None,
-        Option(
-            "--ranks", "--stages", help="Number of pipeline ranks (layout.pipeline), each with one or more stages. Default: 4."
-        ),
+        Option("--ranks", help="Number of pipeline ranks (layout.pipeline), each with one or more stages. Default: 4."),
     ] = None,
+    stages: Annotated[int | None, Option(hidden=True)] = None,
     microbatches: Annotated[int | None, Option(help="Micro-batches per step. Default: 8.")] = None,
     stages_per_rank: Annotated[
         int | None, Option(help="Stages per rank (layout.stages). Default: 1 for gpipe and 1f1b, 2 for the others.")
@@ -40,6 +39,11 @@ def schedule(
     json: AsJson = False,
 ) -> None:
     """Show the actions of each pipeline rank over time, and the fraction of the time in which ranks are idle."""
+    if stages is not None:
+        raise RunError(
+            f"--stages {stages} was the number of pipeline ranks: write --ranks {stages} for layout.pipeline = {stages}, "
+            f"or --stages-per-rank {stages} for layout.stages = {stages}."
+        )
     chosen = _open(name, ranks, microbatches, stages_per_rank)
     forward, backward, weight = _times(times)
     timeline = simulate(chosen, Durations(forward=float(forward), input=float(backward), weight=float(weight)))
@@ -48,7 +52,9 @@ def schedule(
     unit = _common_unit(forward, backward, weight)
     columns = round(timeline.stop / unit)
     too_wide = f"({columns} columns are too many to print; --png draws it)"
-    lines += [too_wide] if columns > _MAX_COLUMNS else schedule_text(timeline, unit)
+    lines += (
+        [too_wide] if columns > _MAX_COLUMNS else schedule_text(timeline, unit, console.width if console.is_terminal else None)
+    )
     lines.append(schedule_legend(chosen))
     lines.append(f"bubble: {idle:.1%} of the time, if forward, input backward and weight backward take {times}")
     console.print("\n".join(lines), markup=False, soft_wrap=True)

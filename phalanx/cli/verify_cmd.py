@@ -140,12 +140,14 @@ def rehearse(
     from phalanx.rehearsal.result import show, write_trace
 
     torch.set_num_threads(1)
-    job = rehearsal_job(run, this_machine(), measure(run), limit)
-    ranks = distinct_ranks(job.run, job.plan) if all_stages else {rank: 1}
     results = []
-    for each in ranks:
-        results.append(rehearsed(job.run, job.plan, each, job.device))
-        show(console, results[-1])
+    with console.status("planning") as status:
+        job = rehearsal_job(run, this_machine(), measure(run), limit)
+        ranks = distinct_ranks(job.run, job.plan) if all_stages else {rank: 1}
+        for number, each in enumerate(ranks, start=1):
+            status.update(f"rehearsing rank {each:,}" + (f", {number} of {len(ranks)} kinds" if all_stages else ""))
+            results.append(rehearsed(job.run, job.plan, each, job.device))
+            show(console, results[-1])
     worst = max(results, key=lambda result: (not result.fits, result.peak))
     if trace is not None:
         write_trace(worst, trace)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, is_dataclass
 
 from rich.console import Console
 
@@ -141,7 +141,8 @@ def show_differences(
     """Shows how two checkpoints differ. `metadata`: other values that differ; `equal`: number of equal tensors; `most`: rows to show."""
     _print(console, f"A {paths[0]}\nB {paths[1]}")
     for key, (a, b) in metadata.items():
-        _print(console, f"{key}: {a} → {b}")
+        for name, before, after in _changed_leaves(key, a, b):
+            _print(console, f"{name}: {before} → {after}")
     if rows and most:
         _print_table(
             console, ("tensor", "differs in", "values", "largest", "relative"), [_difference(row) for row in rows[:most]]
@@ -150,6 +151,17 @@ def show_differences(
             console.print(f"… and {len(rows) - most} more (--largest shows them)", style="dim")
     equality = f"{len(rows)} tensors differ, {equal} are bitwise equal" if rows else f"All {equal} tensors are bitwise equal"
     console.print(equality, style="bold")
+
+
+def _changed_leaves(name: str, a: object, b: object) -> Iterator[tuple[str, object, object]]:
+    """Values that differ in two nested tables, by dotted name."""
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        for key in {**a, **b}:
+            yield from _changed_leaves(f"{name}.{key}", a.get(key, UNKNOWN), b.get(key, UNKNOWN))
+    elif is_dataclass(a) and is_dataclass(b) and not isinstance(a, type) and not isinstance(b, type):
+        yield from _changed_leaves(name, asdict(a), asdict(b))
+    elif a != b:
+        yield name, a, b
 
 
 def _difference(row: Difference) -> tuple[str, ...]:

@@ -159,25 +159,32 @@ def _caption(history: History) -> str:
     return "   ".join([*parts, f"{count(tokens)} tokens", duration(training)])
 
 
-def schedule_text(timeline: Timeline, unit: float = 1.0) -> list[str]:
+def schedule_text(timeline: Timeline, unit: float = 1.0, width: int | None = None) -> list[str]:
     """Returns one line per rank with one column per `unit` of time: each action's letter and micro-batch, dots where the rank waits.
 
-    An action of several units has its name in the first column and dashes in the others. All times are multiples of `unit`.
+    An action of several units has its name in the first column and dashes in the others. All times are multiples of `unit`. `width`:
+    characters of a line; what is longer continues in further lines of all ranks.
     """
     columns = round((timeline.stop - timeline.start) / unit)
     most = max(timed.micro_batch for row in timeline.ranks for timed in row)
-    width = 1 + len(str(most))
+    cell = 1 + len(str(most))
     label = len(f"rank {len(timeline.ranks) - 1}")
-    lines = []
-    for rank, row in enumerate(timeline.ranks):
-        cells = ["·".center(width)] * columns
+    rows = []
+    for row in timeline.ranks:
+        cells = ["·".center(cell)] * columns
         stages = sorted({timed.stage for timed in row})
         for timed in row:
             # Upper case: the first stage of the rank. Lower case: its later stages.
             name = timed.kind if timed.stage == stages[0] else timed.kind.lower()
             first, stop = (round((moment - timeline.start) / unit) for moment in (timed.start, timed.stop))
-            cells[first:stop] = [f"{name}{timed.micro_batch}".ljust(width, " ")] + ["-" * width] * (stop - first - 1)
-        lines.append(f"{f'rank {rank}':<{label}}  " + " ".join(cells).rstrip())
+            cells[first:stop] = [f"{name}{timed.micro_batch}".ljust(cell, " ")] + ["-" * cell] * (stop - first - 1)
+        rows.append(cells)
+    fitting = columns if width is None else max(1, (width - label - 1) // (cell + 1))
+    lines: list[str] = []
+    for first in range(0, columns, fitting):
+        lines += [""] if lines else []
+        for rank, cells in enumerate(rows):
+            lines.append(f"{f'rank {rank}':<{label}}  " + " ".join(cells[first : first + fitting]).rstrip())
     return lines
 
 

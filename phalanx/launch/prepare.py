@@ -104,7 +104,11 @@ def prepare(
     if ranks is None:
         problems += run_checks.replica_problems(planned.run, planned.plan)
     refuse(problems)
-    notices = (*run_checks.data_notices(data), *run_checks.checkpoint_notices(run, torchrun=ranks is not None))
+    notices = (
+        *run_checks.data_notices(data),
+        *run_checks.checkpoint_notices(run, torchrun=ranks is not None),
+        *run_checks.format_notices(planned.plan),
+    )
     rundir = choose_directory(run, name, request)
     try:
         if (last := _last_plan(rundir)) is not None:

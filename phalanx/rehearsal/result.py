@@ -146,8 +146,9 @@ def _in_gib(sizes: dict[str, int]) -> dict[str, float]:
 
 
 def show(console: Console, rehearsal: Rehearsal) -> None:
-    """Prints memory, messages, operations and what would fail."""
-    console.print(f"[bold]rank {rehearsal.rank} of {rehearsal.ranks:,}[/bold] ({rehearsal.device})", soft_wrap=True)
+    """Prints the verdict, then memory, messages, operations and what would fail."""
+    style = "red" if not rehearsal.fits else "bold" if rehearsal.capacity is None else "bold green"
+    console.print(verdict(rehearsal), style=style, soft_wrap=True)
     for technique, words in rehearsal.applied.items():
         console.print(f"  {technique}: {words}", style="dim", soft_wrap=True)
     if rehearsal.error is not None:
@@ -159,7 +160,7 @@ def show(console: Console, rehearsal: Rehearsal) -> None:
         _show_messages(console, rehearsal)
     all_flops = sum(rehearsal.flops.values())
     again = f", {rehearsal.repeated_flops / max(all_flops, 1):.0%} of them repeated" if rehearsal.repeated_flops else ""
-    console.print(f"operations of a step: {all_flops / 1e12:,.1f} TFLOP{again}")
+    console.print(f"operations of a step: {_flops(all_flops)}{again}")
     taken = (
         f"{rehearsal.taken} of {rehearsal.micro_batches} micro-batches were taken through the program, in {rehearsal.seconds:.1f} s; "
         "the others do the same."
@@ -168,12 +169,43 @@ def show(console: Console, rehearsal: Rehearsal) -> None:
         console.print(sentence, style="dim", soft_wrap=True)
 
 
+def verdict(rehearsal: Rehearsal) -> str:
+    """Whether the rank fits, as the first sentence of the report."""
+    who = f"rank {rehearsal.rank} of {rehearsal.ranks:,} ({rehearsal.device})"
+    unit, scale = _unit(max(rehearsal.in_use, rehearsal.capacity or 0))
+    used = f"{rehearsal.in_use / scale:,.1f}"
+    if rehearsal.error is not None:
+        return f"fails: {who}"
+    if rehearsal.no_room is not None:
+        unit, scale = _unit(rehearsal.capacity or 0)
+        return f"does not fit in {(rehearsal.capacity or 0) / scale:,.1f} {unit}: {who}"
+    if rehearsal.capacity is None:
+        return f"needs {used} {unit}: {who}; the memory of its device is not known, --memory sets it"
+    return f"fits: {who} needs {used} of {rehearsal.capacity / scale:,.1f} {unit}"
+
+
+_UNITS = (("GiB", 2.0**30), ("MiB", 2.0**20), ("KiB", 2.0**10))
+
+
+def _unit(size: float) -> tuple[str, float]:
+    """A unit that suits a number of bytes, and its size."""
+    return next(((name, scale) for name, scale in _UNITS if size >= scale), _UNITS[-1])
+
+
+def _flops(count: float) -> str:
+    for name, scale in (("PFLOP", 1e15), ("TFLOP", 1e12), ("GFLOP", 1e9)):
+        if count >= scale:
+            return f"{count / scale:,.1f} {name}"
+    return f"{count / 1e6:,.1f} MFLOP"
+
+
 def _show_memory(console: Console, rehearsal: Rehearsal) -> None:
-    table = Table("memory at the peak", "GiB", box=None, header_style="bold", pad_edge=False)
+    unit, scale = _unit(rehearsal.peak)
+    table = Table("memory at the peak", unit, box=None, header_style="bold", pad_edge=False)
     table.columns[1].justify = "right"
 
     def row(name: str, size: int, style: str | None = None) -> None:
-        table.add_row(name, f"{size / GIB:,.2f}", style=style)
+        table.add_row(name, f"{size / scale:,.2f}", style=style)
 
     for name, size in rehearsal.components.items():
         row(name, size)
@@ -189,19 +221,20 @@ def _show_memory(console: Console, rehearsal: Rehearsal) -> None:
     console.print(table)
     if rehearsal.at is not None:
         console.print(f"the peak is in {rehearsal.at}", soft_wrap=True)
-    most = ", ".join(f"{name} {size / GIB:,.2f}" for name, size in list(rehearsal.modules.items())[:_MODULES])
-    console.print(f"made in: {most}", style="dim", soft_wrap=True)
+    most = ", ".join(f"{name} {size / scale:,.2f}" for name, size in list(rehearsal.modules.items())[:_MODULES])
+    console.print(f"made in ({unit}): {most}", style="dim", soft_wrap=True)
 
 
 def _show_messages(console: Console, rehearsal: Rehearsal) -> None:
-    table = Table("sent in a step", "collective", "GiB", box=None, header_style="bold", pad_edge=False)
+    unit, scale = _unit(max(max(kinds.values()) for kinds in rehearsal.sent.values()))
+    table = Table("sent in a step", "collective", unit, box=None, header_style="bold", pad_edge=False)
     table.columns[2].justify = "right"
     for use, kinds in rehearsal.sent.items():
         for collective, size in kinds.items():
-            table.add_row(use, collective, f"{size / GIB:,.3f}")
+            table.add_row(use, collective, f"{size / scale:,.3f}")
     console.print(table)
-    tiers = ", ".join(f"{name} {size / GIB:,.2f}" for name, size in rehearsal.tiers.items())
-    console.print(f"{rehearsal.message_count:,} messages; GiB by the farthest that they reach: {tiers}", soft_wrap=True)
+    tiers = ", ".join(f"{name} {size / scale:,.2f}" for name, size in rehearsal.tiers.items())
+    console.print(f"{rehearsal.message_count:,} messages; {unit} by the farthest that they reach: {tiers}", soft_wrap=True)
 
 
 def write_trace(rehearsal: Rehearsal, path: Path) -> None:

@@ -28,7 +28,7 @@ def run(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> Run:
 
 def test_import_of_the_package_loads_nothing_heavy(workshop: Workshop) -> None:
     code = "import phalanx, sys; print(sorted({'torch', 'numpy', 'rich', 'phalanx.api'} & sys.modules.keys()))"
-    assert workshop.run("-c", code, program=[sys.executable]).out == "[]\n"
+    assert workshop.run("-c", code, program=[sys.executable]).shown == "[]\n"
 
 
 def test_package_exports_its_functions() -> None:
@@ -134,7 +134,7 @@ def test_api_trainer_steps_in_this_process(workshop: Workshop, finished: Finishe
     """
     ended = workshop.run("-c", textwrap.dedent(code), program=[sys.executable, "-W", "error"])
     assert ended.code == 0, ended
-    result = json.loads(ended.out)
+    result = json.loads(ended.shown)
     straight = [event.loss for event in finished(1).workshop.events(finished(1).path) if isinstance(event, Step)]
     assert result["losses"] == straight, "stepping by hand, with a restored trainer half-way, is not the same training"
     assert result["eval"] == finished(1).ended.json["eval_loss"]

@@ -47,7 +47,7 @@ def test_transformers_is_compared_where_it_is_installed(compared: tuple[Ended, P
 
 def test_people_get_a_table_and_a_picture(compared: tuple[Ended, Path]) -> None:
     ended, folder = compared
-    assert "the speed of the best peer" in ended.out and "same loss" in ended.out and "wrote steps.svg" in ended.out
+    assert "the speed of the best peer" in ended.shown and "same loss" in ended.shown and "wrote steps.svg" in ended.shown
     picture = (folder / "steps.svg").read_text()
     assert picture.lstrip().startswith("<?xml") and "</svg>" in picture
 
@@ -90,5 +90,5 @@ def test_bad_input_is_refused(here: InProcess, words: tuple[object, ...], senten
 def test_the_machine_is_still_measured_without_a_word(here: InProcess) -> None:
     ended = here("bench", "--minutes", 0.1)
     assert ended.code == 2 and "--minutes" in ended.err, "the option of `phalanx bench` itself"
-    shown = here("bench", "step", "--help").out
+    shown = here("bench", "step", "--help").shown
     assert "12·layers·width·sequence" in shown and "causal MFU" in shown

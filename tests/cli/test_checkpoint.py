@@ -74,12 +74,12 @@ def test_checkpoint_list(phalanx: Phalanx, one: Path, tmp_path: Path) -> None:
         (4, True, False), (3, False, True), (2, False, False), (1, False, True),
     ]  # fmt: skip
     assert rows[1]["ranks"] == 1 and rows[1]["layout"]["tensor"] == 1 and rows[1]["version"] is not None
-    assert "is missing" in done.out and "interrupted save" in done.out and "valid" in done.out
+    assert "is missing" in done.shown and "interrupted save" in done.shown and "valid" in done.shown
     checkpoint = "one/checkpoints/step-00000003"
     for same in (checkpoint, "one/checkpoints"):
         assert phalanx("list", same, "--json").json["checkpoints"] == rows
     (tmp_path / "empty").mkdir()
-    assert "There is no checkpoint in empty/checkpoints." in phalanx("list", "empty").out
+    assert "There is no checkpoint in empty/checkpoints." in phalanx("list", "empty").shown
 
 
 def test_checkpoint_list_shows_a_renamed_checkpoint(phalanx: Phalanx, one: Path) -> None:
@@ -102,10 +102,14 @@ def test_checkpoint_inspect(phalanx: Phalanx, trained: Path) -> None:
     assert [(box["offset"], box["shape"]) for box in embed["boxes"]] == [([0, 0], [129, 32]), ([129, 0], [128, 32])]
     assert set(found["files"]) == {f"state-0000{rank}-of-00002.{kind}" for rank in (0, 1) for kind in ("json", "safetensors")}
     for text in ("samples seen  24", "tensor 2 (2 ranks)", "model 136.9 KiB", "and 64 more tensors", "[0:129, :]"):
-        assert text in done.out
-    assert found["files"]["state-00000-of-00002.json"]["checksum"] in done.out
+        assert text in done.shown
+    assert found["files"]["state-00000-of-00002.json"]["checksum"] in done.shown
     few = phalanx("inspect", trained / "two", "--names", "norm.weight/step")
-    assert "optimizer/norm.weight/step" in few.out and "scalar" in few.out and "model/" not in few.out.partition("tensor ")[2]
+    assert (
+        "optimizer/norm.weight/step" in few.shown
+        and "scalar" in few.shown
+        and "model/" not in few.shown.partition("tensor ")[2]
+    )
 
 
 def test_checkpoint_inspect_shows_what_another_layout_reads(phalanx: Phalanx, trained: Path) -> None:
@@ -118,13 +122,13 @@ def test_checkpoint_inspect_shows_what_another_layout_reads(phalanx: Phalanx, tr
     state = contents(trained / "two" / "checkpoints" / "step-00000003")
     cut = {name for name, tensor in state.items() if tensor.ndim > 1}  # each matrix is whole on its stage, and was cut in two
     assert set(change["cut"]) == cut
-    assert "On pipeline 2, data 2 (4 ranks)" in done.out and f"{len(cut)} of 84 tensors are sharded differently" in done.out
+    assert "On pipeline 2, data 2 (4 ranks)" in done.shown and f"{len(cut)} of 84 tensors are sharded differently" in done.shown
     same = phalanx("inspect", trained / "two", "--layout", trained / "two" / "run.toml", "--json")
     assert same.json["change"]["cut"] == []
 
 
 def test_checkpoint_verify(phalanx: Phalanx, one: Path) -> None:
-    assert "step-00000003: every byte is as saved" in phalanx("verify", "one").out
+    assert "step-00000003: every byte is as saved" in phalanx("verify", "one").shown
     file = values(one / "checkpoints" / "step-00000002")
     flip(file, -7)
     assert phalanx("verify", "one").code == 0
@@ -134,7 +138,7 @@ def test_checkpoint_verify(phalanx: Phalanx, one: Path) -> None:
         ("step-00000003", True), ("step-00000002", False), ("step-00000001", True),
     ]  # fmt: skip
     assert done.json["checkpoints"][1]["damages"][0]["ranges"] == [[0, file.stat().st_size]]
-    assert f"{file.name}: it does not have the contents that were saved in bytes 0 to {file.stat().st_size:,}" in done.out
+    assert f"{file.name}: it does not have the contents that were saved in bytes 0 to {file.stat().st_size:,}" in done.shown
     assert phalanx("verify", file.parent).code == 1
     assert phalanx("verify", one / "checkpoints" / "step-00000001").code == 0
 
@@ -143,7 +147,7 @@ def test_checkpoint_diff(phalanx: Phalanx, trained: Path, one: Path) -> None:
     steps = [one / "checkpoints" / f"step-0000000{step}" for step in (1, 2, 3)]
     same = phalanx("diff", steps[2], trained / "one", "--json")
     assert (same.code, same.json["same"], same.json["equal"]) == (0, True, 84), same.err
-    assert "All 84 tensors are bitwise equal" in same.out
+    assert "All 84 tensors are bitwise equal" in same.shown
     done = phalanx("diff", steps[0], steps[1], "--largest", 3, "--json")
     assert done.code == 1 and not done.json["same"]
     assert done.json["metadata"]["step"] == {"a": 1, "b": 2}
@@ -152,8 +156,8 @@ def test_checkpoint_diff(phalanx: Phalanx, trained: Path, one: Path) -> None:
     assert {row["name"]: row["largest"] for row in done.json["different"]} == apart
     largest = sorted(apart, key=lambda name: (name.endswith("/step"), -apart[name], name))
     assert [row["name"] for row in done.json["different"]] == largest
-    assert all(name in done.out.rpartition("\n{")[0] for name in largest[:3])
-    assert f"… and {len(apart) - 3} more (--largest shows them)" in done.out
+    assert all(name in done.shown.rpartition("\n{")[0] for name in largest[:3])
+    assert f"… and {len(apart) - 3} more (--largest shows them)" in done.shown
     assert phalanx("diff", trained / "one", trained / "two").code == 1  # other sums, so other last digits
 
 
@@ -163,7 +167,7 @@ def test_resharded_checkpoint_is_equal_and_resumes(phalanx: Phalanx, trained: Pa
     assert (done.json["step"], done.json["ranks"], done.json["layout"]["pipeline"]) == (3, 4, 2)
     assert phalanx("diff", trained / "two", "out").code == 0
     assert phalanx("verify", "out").code == 0
-    assert "(4 ranks)" in phalanx("inspect", "out").out
+    assert "(4 ranks)" in phalanx("inspect", "out").shown
     run = load(tmp_path / "out" / "run.toml")
     assert (run.layout.pipeline, run.layout.shard, run.layout.data) == (2, 2, 1)
     alone = [tiny_trainer(ALONE, run, folder / "checkpoints") for folder in (trained / "two", tmp_path / "out")]
@@ -184,7 +188,7 @@ def test_checkpoint_export_in_every_format(phalanx: Phalanx, trained: Path, tmp_
     assert all(torch.equal(plain[name], tensor) for name, tensor in model.items())
     assert torch.equal(plain["optimizer/norm.weight/exp_avg"], state["optimizer/norm.weight/exp_avg"])
     done = phalanx("export", trained / "two", "model.pt", "--format", "torch", "--dtype", "bf16")
-    assert "21 tensors (bfloat16" in done.out, done.err
+    assert "21 tensors (bfloat16" in done.shown, done.err
     single = torch.load(tmp_path / "model.pt", weights_only=True)
     assert all(torch.equal(single[name], tensor.bfloat16()) for name, tensor in model.items())
     done = phalanx("export", trained / "two", "hf", "--json")
@@ -218,7 +222,7 @@ def test_checkpoint_prune(phalanx: Phalanx, one: Path) -> None:
     assert (done.code, done.json["removed"]) == (0, gone)
     assert sorted(path.name for path in (one / "hf").iterdir()) == ["step-00000002", "step-00000002.logits"]
     assert sorted(path.name for path in folder.iterdir()) == ["step-00000002", "step-00000003"]
-    assert "damaged, not removed" in done.out and "step-00000003 is damaged" in done.out
+    assert "damaged, not removed" in done.shown and "step-00000003 is damaged" in done.shown
     directory.verify(folder / "step-00000002")
 
 

@@ -35,8 +35,8 @@ def generate(finished: FinishedRuns, monkeypatch: pytest.MonkeyPatch, capfd: pyt
 def test_generate_command(finished: FinishedRuns) -> None:
     ended = finished(2).workshop.run("generate", "ranks-2", "def ", "--tokens", "20")
     assert (ended.code, ended.err) == (0, ""), ended
-    assert ended.out.startswith("def ") and ended.out.endswith("\n")
-    assert len(ended.out.strip()) > len("def "), "nothing was generated"
+    assert ended.shown.startswith("def ") and ended.shown.endswith("\n")
+    assert len(ended.shown.strip()) > len("def "), "nothing was generated"
 
 
 def test_generate_json(generate: Generate) -> None:

@@ -42,7 +42,7 @@ def test_import_and_export_keep_the_greedy_text(tmp_path: Path, phalanx: InProce
         assert (made.code, made.json["text"]) == (0, expected), path
     plain = phalanx("generate", "run", prompt, "--tokens", 20, "--temperature", 0, "--device", "cpu")
     # What is printed as it comes leaves out a character that the text ends in the middle of.
-    assert plain.out.removesuffix("\n").startswith((prompt + expected).rstrip("\ufffd")[:40])
+    assert plain.shown.removesuffix("\n").startswith((prompt + expected).rstrip("\ufffd")[:40])
     done = phalanx("export", "run", "out", "--shard-size", "100kB", "--json")
     assert done.code == 0 and done.json["files"] > 1, done.err
     back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
@@ -52,9 +52,9 @@ def test_import_and_export_keep_the_greedy_text(tmp_path: Path, phalanx: InProce
 def test_import_and_export_print_a_summary(tmp_path: Path, phalanx: InProcess) -> None:
     save(tmp_path / "hf", "llama")
     done = phalanx("import", "hf", "run")
-    assert "parameters (llama, fp32) → run" in done.out and '[model] from = "run"' in done.out
+    assert "parameters (llama, fp32) → run" in done.shown and '[model] from = "run"' in done.shown
     done = phalanx("export", "run", "out", "--dtype", "bf16")
-    assert "(llama, bf16, 1 file) → out" in done.out
+    assert "(llama, bf16, 1 file) → out" in done.shown
     assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype is torch.bfloat16
 
 

@@ -121,7 +121,7 @@ def test_every_rank_gets_the_variables_of_torchrun(workshop: Workshop) -> None:
         len({own["MASTER_PORT"] + own["JAX_COORDINATOR_ADDRESS"] for rank in range(4) for own in launched.variables(rank)}) == 1
     )
     assert isinstance(launched.events()[-1], Finished)
-    assert "variables" in ended.out  # the output of rank 0
+    assert "variables" in ended.shown  # the output of rank 0
     assert workshop.run("status", "run", "--json").json["state"] == "finished"
 
 
@@ -153,7 +153,7 @@ def test_program_that_fails_the_same_way_three_times_ends(workshop: Workshop) ->
     assert ended.code == 1, ended
     assert "failed 3 times in the same way" in ended.err and "exit code 3: ValueError: no such column" in ended.err
     assert sum(isinstance(event, FailureNoticed) for event in launched.events()) == 3
-    assert workshop.run("status", "run").out.startswith("run: failed")
+    assert workshop.run("status", "run").shown.startswith("run: failed")
 
 
 def test_number_of_restarts_is_limited(workshop: Workshop) -> None:
@@ -172,7 +172,7 @@ def test_stop_gives_the_program_time_and_it_continues_later(workshop: Workshop) 
     launched.runs(2)
     launched.started.process.send_signal(signal.SIGTERM)
     ended = launched.started.wait()
-    assert ended.code == 75 and "asked to end" in ended.out, ended
+    assert ended.code == 75 and "asked to end" in ended.shown, ended
     assert isinstance(launched.events()[-1], Stopped)
     count = launched.count()
     again = Launched(workshop, "--ranks-per-node", "2")
@@ -255,4 +255,4 @@ def test_invalid_launches_are_refused(workshop: Workshop) -> None:
     done = workshop.run("launch", "--run-file", "command.toml")
     assert done.code == 0, done
     script = workshop.run("launch", "--on", "slurm", "--nodes", "3", "--dry-run", "--", "python", "train.py")
-    assert script.code == 0 and "#SBATCH --nodes=3\n" in script.out, script
+    assert script.code == 0 and "#SBATCH --nodes=3\n" in script.shown, script

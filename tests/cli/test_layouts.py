@@ -278,7 +278,7 @@ def test_checkpoint_of_eight_ranks_generates_and_exports_like_one_rank(straight:
     for run in ("eight", plain):
         ended = workshop.run("generate", run, "the rank ", "--tokens", "20", "--temperature", "0")
         assert (ended.code, ended.err) == (0, ""), ended
-        texts.append(ended.out)
+        texts.append(ended.shown)
         shutil.rmtree(workshop.path / f"hf-{run}", ignore_errors=True)
         ended = workshop.run("export", run, f"hf-{run}")
         assert (ended.code, ended.err) == (0, ""), ended

@@ -25,7 +25,7 @@ def test_failures_are_recovered_from_memory_and_no_checkpoint_is_left(
     sharded = ("layout.shard=2", "layout.zero=2", "--chaos", "kill rank=1 step=6")
     ended = workshop.run(*UNSAVED, *sharded, "--run-dir", "run", "--json")
     assert ended.code == 0 and ended.json["checkpoint"] is None and ended.json["finished"], ended
-    assert "nothing is saved, not even at the end" in ended.out and "none: checkpoint.save = false" in ended.out
+    assert "nothing is saved, not even at the end" in ended.shown and "none: checkpoint.save = false" in ended.shown
     events = workshop.events("run")
     (recovery,) = (event for event in events if isinstance(event, Recovered))
     assert recovery.source == "memory" and recovery.steps_lost <= 1
@@ -46,7 +46,11 @@ def test_failures_are_recovered_from_memory_and_no_checkpoint_is_left(
             words
         )
     status = here("status", workshop.path / "run")
-    assert status.code == 0 and "finished, step 8 of 8" in status.out and "no checkpoint: checkpoint.save = false" in status.out
+    assert (
+        status.code == 0
+        and "finished, step 8 of 8" in status.shown
+        and "no checkpoint: checkpoint.save = false" in status.shown
+    )
 
 
 def test_a_stopped_run_is_not_resumable_and_says_so(workshop: Workshop, here: InProcess) -> None:
@@ -55,8 +59,8 @@ def test_a_stopped_run_is_not_resumable_and_says_so(workshop: Workshop, here: In
     command.process.send_signal(signal.SIGTERM)
     ended = command.wait()
     assert ended.code == 130, ended
-    assert "Nothing was saved (checkpoint.save = false): the run cannot be resumed" in ended.out
-    assert "run the same command again" not in ended.out
+    assert "Nothing was saved (checkpoint.save = false): the run cannot be resumed" in ended.shown
+    assert "run the same command again" not in ended.shown
     (stop,) = (event for event in workshop.events("run") if isinstance(event, Stopped))
     assert stop.step >= 5 and not stop.saved
     assert list((workshop.path / "run" / "checkpoints").iterdir()) == []

@@ -48,8 +48,10 @@ def test_plan_is_printed_drawn_and_json(plan: Callable[..., Any], tmp_path: Path
     assert best["low"] < best["seconds"] < best["high"] and best["ranks"] == 16
     assert best["tokens_per_second"] == pytest.approx(512 * 8192 / best["seconds"])
     assert value["others"] and value["why_not"] and value["considered"] > 1000 and value["placement"]["groups"]
-    assert best["name"] in ended.out and "P10 – P90" in ended.out and "runners-up" in ended.out and "assumed" in ended.out
-    assert max(len(line) for line in ended.out.splitlines()[:-1]) <= 100
+    assert (
+        best["name"] in ended.shown and "P10 – P90" in ended.shown and "runners-up" in ended.shown and "assumed" in ended.shown
+    )
+    assert max(len(line) for line in ended.shown.splitlines()[:-1]) <= 100
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
     page = (tmp_path / "plan.html").read_text()
     assert best["name"] in page and "32 devices" in page  # the curve of price against days has twice as many
@@ -105,7 +107,7 @@ def test_plan_solve(plan: Callable[..., Any]) -> None:
     answer = ended.json
     assert answer["what"] == "gpus" and 1 <= answer["value"] <= 16
     assert answer["plan"]["best"]["fits"] and answer["plan"]["best"]["ranks"] == answer["value"]
-    assert ended.out.startswith(answer["sentence"][:60]) and "With twice the devices" in ended.out
+    assert ended.shown.startswith(answer["sentence"][:60]) and "With twice the devices" in ended.shown
     assert {change["name"] for change in answer["what_if"]} >= {"twice the devices", "half the network"}
 
 
@@ -118,7 +120,7 @@ def test_plan_compare_and_refit(
     assert ended.code == 0, ended
     rows = {row["name"]: row for row in ended.json["rows"]}
     assert rows["step"]["measured"] > 0 and rows["parameters"]["predicted"] == rows["parameters"]["measured"]
-    assert "predicted" in ended.out and "measured" in ended.out
+    assert "predicted" in ended.shown and "measured" in ended.shown
     # With the corrected constants the same run is promised as it was measured.
     assert ended.json["seconds"] == pytest.approx(rows["step"]["measured"], rel=0.05)
     assert Path(ended.json["file"]).is_relative_to(tmp_path) and "[cpu]" in Path(ended.json["file"]).read_text()
@@ -178,12 +180,12 @@ def test_plan_of_16384_gpus_does_not_import_torch() -> None:
 def test_commands_on_the_plan_page_run(here: Callable[..., Any], tmp_path: Path, line: str) -> None:
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     ended = here(*shlex.split(line))
-    assert ended.code == 0 and "P10 – P90" in ended.out, ended
+    assert ended.code == 0 and "P10 – P90" in ended.shown, ended
 
 
 def test_plan_for_this_machine_equals_training(here: Callable[..., Any]) -> None:
     file = ROOT / "examples" / "quickstart.toml"
-    told = json.loads(here("plan", str(file), "--json").out.splitlines()[-1])
+    told = json.loads(here("plan", str(file), "--json").shown.splitlines()[-1])
     taken = px.plan(load(file, []))
     assert told["best"]["layout"]["data"] == 4 and taken.layout == Layout(data=4)
     assert taken.promise is not None and told["best"]["seconds"] == pytest.approx(taken.promise.seconds)

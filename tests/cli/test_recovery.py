@@ -210,7 +210,7 @@ def test_a_node_that_computes_wrongly_gets_no_ranks(workshop: Workshop) -> None:
     assert rejected.node == 0 and "computes wrongly: 1 of the numbers" in rejected.message
     assert not any(isinstance(event, FailureNoticed | Warned) for event in events)
     shown = workshop.run("status", "run")
-    assert "checked 3 hosts in" in shown.out and "1 rejected" in shown.out and "host rejected: CPU of " in shown.out
+    assert "checked 3 hosts in" in shown.shown and "1 rejected" in shown.shown and "host rejected: CPU of " in shown.shown
     assert list(workshop.run("status", "run", "--json").json["rejected"].values()) == [rejected.message]
     refused = workshop.run(
         "train", "tiny.toml", *words, "resilience.shrink=false", "cluster.nodes=2", "--run-dir", "other", *shop[2:]

@@ -62,7 +62,7 @@ def test_sigterm_saves_and_prints_how_to_resume(stopped: tuple[Workshop, Ended])
     workshop, ended = stopped
     assert ended.code == 75, ended
     assert ended.err == ""
-    assert "run the same command again" in ended.out
+    assert "run the same command again" in ended.shown
     events = workshop.events("stopped")
     (stop,) = of(Stopped, events)
     assert 2 * EVERY < stop.step < STEPS and "SIGTERM" in stop.reason
@@ -79,7 +79,7 @@ def test_resumed_run_equals_one_that_never_stopped(
     workshop, _ = stopped
     run_dir = workshop.copy("stopped", f"resumed-on-{ranks}")
     ended = workshop.train(*LONG[1:], f"layout.data={ranks}", "--run-dir", run_dir)
-    assert "(resumed)" in ended.out
+    assert "(resumed)" in ended.shown
     events = workshop.events(run_dir)
     assert [event.ranks for event in of(RunStarted, events)] == [2, ranks]
     (restored,) = of(Restored, events)
@@ -106,7 +106,7 @@ def test_resume_skips_a_damaged_checkpoint(
     assert damaged.path.endswith(newest.name) and data.name in damaged.reason
     older = (of(Stopped, events)[0].step - 1) // EVERY * EVERY
     assert [event.step for event in of(Restored, events)] == [older]
-    assert re.search(rf"{newest.name} is damaged", ended.out)
+    assert re.search(rf"{newest.name} is damaged", ended.shown)
     agrees(straight, losses(events))
 
 
@@ -180,7 +180,7 @@ def test_signal_to_every_process_saves_once(workshop: Workshop, moment: str) -> 
         signal_to(process, signal.SIGTERM)
     ended = command.wait()
     assert ended.code == 75, ended
-    assert "Traceback" not in ended.out + ended.err
+    assert "Traceback" not in ended.shown + ended.err
     (stop,) = of(Stopped, workshop.events())
     assert (stop.step == 0) == (moment == "while torch is loaded")
     assert (workshop.path / "runs/tiny/logs/launch.log").read_text() == ""
@@ -234,7 +234,7 @@ def test_stop_right_after_the_start(workshop: Workshop, delay: float) -> None:
     command.process.send_signal(signal.SIGTERM)
     ended = command.wait()
     assert ended.code in (75, -signal.SIGTERM), ended
-    assert "Traceback" not in ended.out + ended.err
+    assert "Traceback" not in ended.shown + ended.err
     assert workshop.gone()
 
 
@@ -248,8 +248,8 @@ def test_second_signal_kills_the_run(workshop: Workshop) -> None:
     command.process.send_signal(signal.SIGTERM)
     ended = command.wait()  # long before the 600 s of the save
     assert ended.code == 130, ended
-    assert "Traceback" not in ended.out + ended.err
-    assert "Stopped and saved" not in ended.out
+    assert "Traceback" not in ended.shown + ended.err
+    assert "Stopped and saved" not in ended.shown
     assert workshop.gone()
 
 

@@ -91,7 +91,7 @@ def test_s3_upload_resumes_without_the_run_directory(
     begun = losses(events)
     shutil.rmtree(workshop.path / "first")
     ended = workshop.train(*settings, "--run-dir", "second", env=env)
-    assert "NOT" not in ended.out
+    assert "NOT" not in ended.shown
     events = workshop.events("second")
     assert [one.path for one in of(Restored, events)] == [f"s3://{bucket}/run/step-00000006"]
     assert [record[0] for record in losses(events)] == [7, 8]

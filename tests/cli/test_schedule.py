@@ -24,14 +24,16 @@ def test_schedule_is_printed_drawn_and_written(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert (
-        call(monkeypatch, "dualpipev", "--stages", "4", "--microbatches", "8", "--png", "out.png", "--csv", "out.csv", "--json")
+        call(monkeypatch, "dualpipev", "--ranks", "4", "--microbatches", "8", "--png", "out.png", "--csv", "out.csv", "--json")
         == 0
     )
-    shown = capsys.readouterr().out
+    captured = capsys.readouterr()
+    shown, lines = captured.err, captured.out.splitlines()
     assert "dualpipev: 8 stages on 4 pipeline ranks, 8 micro-batches" in shown
     assert "rank 3  ·  ·  ·  F0 f0 F1 f1 F2 f2" in shown and "bubble: 5.9% of the time" in shown
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
-    found = json.loads(shown.splitlines()[-1])
+    assert len(lines) == 1, "JSON alone"
+    found = json.loads(lines[0])
     assert (found["ranks"], found["stages"], found["micro_batches"]) == (4, 8, 8)
     assert found["bubble"] == pytest.approx(3 / 51) and found["length"] == 51
     assert found["actions"][3][:4] == ["3F0", "4F0", "3F1", "4F1"]
@@ -52,7 +54,8 @@ def test_schedule_times_change_the_picture(monkeypatch: pytest.MonkeyPatch, caps
     ("words", "sentence"),
     [
         (["zvb"], 'there is no pipeline schedule "zvb": use one of gpipe, 1f1b,'),
-        (["gpipe", "--stages", "0"], "a pipeline needs at least 1 rank, not 0"),
+        (["gpipe", "--ranks", "0"], "a pipeline needs at least 1 rank, not 0"),
+        (["gpipe", "--stages", "4"], "--stages 4 was the number of pipeline ranks: write --ranks 4 for layout.pipeline = 4"),
         (["gpipe", "--microbatches", "-3"], "a pipeline needs at least 1 micro-batch, not -3"),
         (["zbv", "--stages-per-rank", "3"], "zbv has 2 stages per rank, not 3"),
         (["gpipe", "--microbatches", "1000000"], "is more than 200000 actions: use fewer"),
@@ -60,7 +63,7 @@ def test_schedule_times_change_the_picture(monkeypatch: pytest.MonkeyPatch, caps
         (["gpipe", "--times", "1,2,-1"], '--times "1,2,-1": each must lie between 0.001 and 1000'),
         (["none.csv"], "none.csv: the schedule cannot be read: No such file or directory"),
         (["bad.csv"], "bad.csv: it has 1 actions"),
-        (["good.csv", "--stages", "3"], "--ranks 3: good.csv is for 1; remove the option"),
+        (["good.csv", "--ranks", "3"], "--ranks 3: good.csv is for 1; remove the option"),
         (["gpipe", "--png", "none/out.png"], "none/out.png: cannot be written: No such file or directory"),
     ],
 )

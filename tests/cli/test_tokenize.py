@@ -56,7 +56,7 @@ def test_killed_tokenize_command_resumes_with_the_same_files(workshop: Workshop)
             shutil.rmtree(out)  # it was done before the signal came: once more
             ends = [(0, signal.SIGKILL), (1, signal.SIGINT), (2, signal.SIGKILL)]
         elif end == signal.SIGINT:
-            assert ended.code == 75 and "run the same command to resume" in ended.out and "Traceback" not in ended.err, ended
+            assert ended.code == 75 and "run the same command to resume" in ended.shown and "Traceback" not in ended.err, ended
         assert not (out / "tokens.json").exists()
     resumed = workshop.run("tokenize", "a.jsonl", "out", "--processes", 2, "--json")
     assert resumed.code == 0, resumed
@@ -76,8 +76,8 @@ def test_tokenize_shows_progress_and_a_summary(workshop: Workshop) -> None:
         "tokenize", "a.jsonl", "out", "--field", "body", "--tokenizer", words.name, env={"FORCE_COLOR": "1", "COLUMNS": "120"}
     )
     assert ended.code == 0, ended
-    assert "tokenizing" in ended.out and "1 documents" in ended.out and "skipped (broken JSON)" in ended.out
-    assert "skipped, broken JSON" in ended.out + ended.err and "a.jsonl, line 2" in ended.out + ended.err
+    assert "tokenizing" in ended.shown and "1 documents" in ended.shown and "skipped (broken JSON)" in ended.shown
+    assert "skipped, broken JSON" in ended.shown + ended.err and "a.jsonl, line 2" in ended.shown + ended.err
     files = TokenFiles(workshop.path / "out")
     assert files.documents == 1 and files.meta.tokenizer == words.name
 

@@ -24,7 +24,7 @@ def test_torchrun_takes_the_steps_of_phalanx_train(workshop: Workshop, finished:
     assert sorted(event.rank for event in events if isinstance(event, WorkerStarted)) == [0, 1]
     assert isinstance(events[-1], Finished)
     assert losses(events) == losses(finished(2).workshop.events(finished(2).path))
-    assert ended.out.count("finished 8 steps") == 1, "more than one rank prints"
+    assert ended.shown.count("finished 8 steps") == 1, "more than one rank prints"
     for name in ("run.toml", "plan.json", "loss.png", "checkpoints/step-00000008"):
         assert (workshop.path / "run" / name).exists()
 

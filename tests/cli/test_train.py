@@ -103,7 +103,7 @@ def test_train_writes_events(finished: FinishedRuns, ranks: int) -> None:
 
 
 def test_train_prints_plain_lines_without_a_terminal(finished: FinishedRuns) -> None:
-    out = finished(2).ended.out
+    out = finished(2).ended.shown
     assert not ANSI.search(out)
     assert len(re.findall(r"^step [1-8]/8  loss \d", out, re.MULTILINE)) == 8
     assert re.search(r"^step 8  held-out loss \d", out, re.MULTILINE)
@@ -185,7 +185,7 @@ def test_train_numbers_run_directories(workshop: Workshop, finished: FinishedRun
     fresh.process.terminate()
     ended = fresh.wait()
     assert ended.code == 75
-    assert "--run-dir runs/tiny-4" in ended.out, "the same command would not go on with this run, as it says --fresh"
+    assert "--run-dir runs/tiny-4" in ended.shown, "the same command would not go on with this run, as it says --fresh"
     assert not [event for event in workshop.events("runs/tiny-4") if isinstance(event, Restored)]
     assert {path: path.lstat().st_mtime_ns for path in before} == before, "a run that is none of its business was touched"
 
@@ -194,7 +194,7 @@ def test_finished_run_is_reported_and_can_be_extended(finished: FinishedRuns, lo
     workshop = finished(1).workshop
     again = workshop.copy("ranks-1", "again")
     ended = workshop.train("--run-dir", again)
-    assert "finished 8 steps" in ended.out and ended.json["loss"] == finished(1).ended.json["loss"]
+    assert "finished 8 steps" in ended.shown and ended.json["loss"] == finished(1).ended.json["loss"]
     assert losses(workshop.events(again)) == losses(workshop.events("ranks-1")), "it was trained again"
     longer = workshop.train("--run-dir", again, "train.steps=9")
     assert longer.json["steps"] == 9
@@ -204,7 +204,7 @@ def test_finished_run_is_reported_and_can_be_extended(finished: FinishedRuns, lo
 
 def refused(ended: Ended, *parts: str) -> None:
     assert ended.code == 2, ended
-    assert "Traceback" not in ended.out + ended.err
+    assert "Traceback" not in ended.shown + ended.err
     problems = [line for line in ended.err.splitlines() if line.startswith("error: ")]
     assert any(all(part in line for part in parts) for line in problems), ended
 
@@ -243,7 +243,7 @@ def test_run_directory_in_use_is_refused(workshop: Workshop) -> None:
 
 def test_train_writes_tensorboard_files(workshop: Workshop) -> None:
     workshop.train("watch.tensorboard=true", "--run-dir", "run")
-    (file,) = (workshop.path / "run" / "tensorboard").glob("events.out.tfevents.*")
+    (file,) = (workshop.path / "run" / "tensorboard").glob("events.shown.tfevents.*")
     data = file.read_bytes()
     for name in (b"train/loss", b"eval/loss", b"speed/tokens_per_second"):
         assert name in data

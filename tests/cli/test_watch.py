@@ -19,7 +19,7 @@ def test_a_run_is_seen_and_stopped_from_elsewhere(workshop: Workshop) -> None:
     assert (status["state"], status["steps"], status["ranks"]) == ("running", 5000, 2) and status["step"] >= 5
     assert list(status["hosts"].values()) == [[0, 1]]
     stopped = workshop.run("stop", "run")
-    assert stopped.code == 0 and "run: stopped" in stopped.out, stopped
+    assert stopped.code == 0 and "run: stopped" in stopped.shown, stopped
     assert command.wait().code == 75
     status = workshop.run("status", "run", "--json").json
     assert status["state"] == "stopped" and status["checkpoint"].endswith(f"step-{status['step']:08d}")
@@ -35,13 +35,13 @@ def test_logs_name_the_rank_and_show_failures_first(workshop: Workshop) -> None:
     for rank in range(2):
         with (workshop.path / f"run/logs/rank-{rank}.log").open("a") as file:
             file.write(f"a line of rank {rank}\n")
-    shown = workshop.run("logs", "run").out
+    shown = workshop.run("logs", "run").shown
     failure, zero, one = (
         shown.index(words) for words in ("killed by SIGKILL", "[rank 0] a line of rank 0", "[rank 1] a line of")
     )
     assert failure < zero and failure < one
-    assert "[rank 0]" not in workshop.run("logs", "run", "--rank", "1").out
-    assert workshop.run("logs", "run", "--grep", "of rank [0]").out.count("a line of") == 1
+    assert "[rank 0]" not in workshop.run("logs", "run", "--rank", "1").shown
+    assert workshop.run("logs", "run", "--grep", "of rank [0]").shown.count("a line of") == 1
     refused = workshop.run("logs", "run", "--grep", "[")
     assert refused.code == 2 and "--grep [ is not a regular expression" in refused.err
     nowhere = workshop.run("logs", "elsewhere")

@@ -43,7 +43,7 @@ def failed(workshop: Any, result: Any, rank: int | None, *parts: str) -> Any:
     for part in parts:
         assert part in record.reason and part in result.err, result
     assert result.err.count("error: ") == 1 and "runs/tiny/logs" in result.err
-    assert "Connection" not in result.out + result.err, "what the other ranks say about the lost one is shown"
+    assert "Connection" not in result.shown + result.err, "what the other ranks say about the lost one is shown"
     return record
 
 
@@ -80,7 +80,7 @@ def test_rank_that_raises(workshop: Any, code: str, restarts: int) -> None:
     settings = (f"resilience.restarts={restarts}", "layout.data=4", *PATIENT)
     result = workshop.run("train", *LONG, *settings, "--json", env=workshop.sabotage(code))
     record = failed(workshop, result, 1, "ValueError: sabotage")
-    assert (result.out + result.err).count(TRACEBACK) == 1, result
+    assert (result.shown + result.err).count(TRACEBACK) == 1, result
     assert TRACEBACK in record.traceback and "raise ValueError" in record.traceback
     assert (result.json["finished"], result.json["failure"], result.json["error"]) == (
         False,
@@ -105,7 +105,7 @@ def test_rank_that_raises_in_the_same_step_again_and_again(workshop: Any) -> Non
     for worker in of(WorkerStarted, workshop.events()):
         pids.setdefault(worker.rank, set()).add(worker.pid)
     assert [len(pids[rank]) for rank in range(4)] == [1, 3, 1, 1], "the others stay in their processes"
-    assert (result.out + result.err).count(TRACEBACK) == 1, "of the last"
+    assert (result.shown + result.err).count(TRACEBACK) == 1, "of the last"
     assert (result.json["finished"], result.json["failure"], result.json["recoveries"]) == (
         False,
         record.reason,
@@ -123,7 +123,7 @@ def test_text_that_shrinks(workshop: Any) -> None:
     result = command.wait()
     (record,) = of(WorkerFailed, workshop.events())
     failed(workshop, result, record.rank, "text/1.txt", "has shrunk")
-    assert TRACEBACK not in result.out + result.err
+    assert TRACEBACK not in result.shown + result.err
 
 
 # --- processes that are killed --------------------------------------------------------------------------------------
@@ -145,7 +145,7 @@ def test_killed_rank_ends_the_run_without_restarts_and_ports_are_private(worksho
     result = command.wait()
     failed(workshop, result, 1, "SIGKILL", "out of memory")
     assert "Rank 1" in result.err
-    assert TRACEBACK not in result.out + result.err
+    assert TRACEBACK not in result.shown + result.err
 
 
 @pytest.mark.slow
@@ -161,7 +161,7 @@ def test_killed_supervisor(workshop: Any, moment: str) -> None:
     supervisor.kill()
     result = command.wait()
     failed(workshop, result, None, "supervisor of node 0", "-9")
-    assert TRACEBACK not in result.out + result.err
+    assert TRACEBACK not in result.shown + result.err
 
 
 def nursery(workshop: Any) -> psutil.Process | None:
@@ -263,12 +263,12 @@ def test_too_many_skipped_steps(workshop: Any) -> None:
     result = workshop.run("train", *LONG, *overrides, "--json")
     (record,) = of(WorkerFailed, workshop.events())  # all ranks find the same at the same time; any may be the first
     failed(workshop, result, record.rank, "resilience.max_skipped = 3", "optimizer.learning_rate", "step_skipped")
-    assert TRACEBACK not in result.out + result.err
+    assert TRACEBACK not in result.shown + result.err
     skipped = of(StepSkipped, workshop.events())
     assert [event.in_a_row for event in skipped[-4:]] == [1, 2, 3, 4]
     assert result.json["steps_skipped"] == len(skipped) >= 4
     assert result.json["error"] == [record.reason]
-    assert len(re.findall(r"^step \d+ skipped: ", result.out, re.MULTILINE)) == len(skipped)
+    assert len(re.findall(r"^step \d+ skipped: ", result.shown, re.MULTILINE)) == len(skipped)
 
 
 @pytest.fixture
@@ -291,7 +291,7 @@ def test_disk_that_fills_up(workshop: Any, small_disk: Path) -> None:
     command.process.terminate()
     result = command.wait()
     assert result.code == 75, result
-    assert f"The disk of {small_disk / 'run'} is full" in result.out.replace("\n", " ")
+    assert f"The disk of {small_disk / 'run'} is full" in result.shown.replace("\n", " ")
     steps = [event.step for event in of(Step, workshop.events(small_disk / "run"))]
     assert steps == [*range(1, result.json["steps"] + 1)], "what was said while it was full is written later"
 
@@ -306,7 +306,7 @@ def test_disk_that_is_full_at_the_end(workshop: Any, small_disk: Path) -> None:
     command.process.terminate()
     result = command.wait()
     assert result.code == 1, result
-    assert "Traceback" not in result.out
+    assert "Traceback" not in result.shown
     assert re.search("No space left|disk of .* is full", result.err), result
     assert result.json["finished"] is False and result.json["error"]
     (small_disk / "filling").unlink()
