@@ -1,7 +1,7 @@
 """The `phalanx` command: registers the verbs and turns errors into exit codes.
 
 0: success. 1: a run or a proof failed. 2: refused before anything started. 75: stopped on request, saved, can be resumed.
-130: stopped on request, not saved.
+130: stopped on request, not saved. 141: the reader of the output has gone away.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 import typer
 
 from phalanx._version import __version__
+from phalanx.cli.lost_terminal import flush_or_drop, tolerate_lost_readers
 from phalanx.cli.output import print_error
 from phalanx.spec.errors import PhalanxError
 
@@ -86,9 +87,12 @@ def _options(
 
 def main() -> None:
     verb = sys.argv[1] if len(sys.argv) > 1 else ""
+    tolerate_lost_readers(verb)
     try:
         # Exits by itself: with 2 for an invalid command line, else with the code of the verb.
         _app(verb if verb in _VERBS else None)()
     except PhalanxError as error:
         print_error(error)
         sys.exit(error.exit_code)
+    finally:
+        flush_or_drop()
