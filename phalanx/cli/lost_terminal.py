@@ -97,5 +97,5 @@ def stopped_by_signals(job: Job) -> Iterator[None]:
 def flush_or_drop() -> None:
     """Write what is buffered, before the interpreter ends and would complain about a reader that is gone."""
     for stream in (sys.stdout, sys.stderr):
-        with suppress(SystemExit, ValueError):
+        with suppress(SystemExit, AttributeError, ValueError):  # None or closed if the process was started without it
             stream.flush()
