@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -90,15 +92,19 @@ def verify(run: Run, *, steps: int = 8, ranks: int | None = None, account: bool 
     """Proves that the layout of the run computes the same as one device, with a small model of its family on CPU ranks.
 
     `ranks`: maximum number of ranks, by default 8; `account`: also measure communication and memory of each rank. `device`: "cuda" for
-    ranks on this machine's GPUs, which they share where there are fewer. Differences, errors and hangs are in the report. Ranks are forks of this process: call it before torch starts threads or uses a GPU.
+    ranks on this machine's GPUs, which they share where there are fewer. Differences, errors and hangs are in the
+    report. Works in notebooks and after any use of torch: ranks are then started by a new process, which loads torch for them.
     """
+    unused = "torch" not in sys.modules and threading.active_count() == 1
     from phalanx.verification.cases import gpus_of
     from phalanx.verification.parity import verify as prove
+    from phalanx.verification.pool_process import PoolProcess
+    from phalanx.verification.rank_pool import RankPool
 
     gpus = () if device == "cpu" else gpus_of(this_machine(), device)
     if gpus and account:
         raise RunError('verify(account=True) measures CPU ranks: remove it, or device = "cuda".')
-    return prove(_checked(run), steps=steps, ranks=ranks, account=account, gpus=gpus)
+    return prove(_checked(run), steps=steps, ranks=ranks, account=account, gpus=gpus, pool=RankPool if unused else PoolProcess)
 
 
 def rehearse(run: Run, plan: Plan | None = None, *, rank: int = 0, memory: int | None = None) -> Rehearsal:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import signal
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import Annotated
 
 import typer
 from typer import Argument, Option
 
+from phalanx.cli.lost_terminal import stopped_by_signals
 from phalanx.cli.options import AsJson
 from phalanx.cli.output import console, finish, follow_job
 from phalanx.control.protocol import RESUMABLE
@@ -121,24 +120,10 @@ def _name(run: Run) -> str:
 
 
 def _follow(job: Job, rundir: RunDir) -> None:
-    """Shows what happens, and the output of rank 0. The first SIGINT or SIGTERM asks the program to end, the second kills it."""
-    stopping = threading.Event()
-
-    def on_signal(number: int, frame: FrameType | None) -> None:
-        if stopping.is_set():
-            job.kill()
-        else:
-            stopping.set()
-            job.stop(signal.Signals(number).name)
-
-    previous = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
-    try:
-        with _output(rundir):
-            for event in job.events():
-                _show(event)
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+    """Shows what happens, and the output of rank 0."""
+    with stopped_by_signals(job), _output(rundir):
+        for event in job.events():
+            _show(event)
 
 
 def _show(event: Event) -> None:

@@ -1,7 +1,7 @@
 """The `phalanx` command: registers the verbs and turns errors into exit codes.
 
 0: success. 1: a run or a proof failed. 2: refused before anything started. 75: stopped on request, saved, can be resumed.
-130: stopped on request, not saved.
+130: stopped on request, not saved. 141: the reader of the output has gone away.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 import typer
 
 from phalanx._version import __version__
+from phalanx.cli.lost_terminal import flush_or_drop, tolerate_lost_readers
 from phalanx.cli.output import console, print_error, print_json
 from phalanx.spec.errors import PhalanxError, RunError
 
@@ -93,6 +94,7 @@ def _options(
 def main() -> None:
     words = sys.argv[1:]
     console.stderr = "--json" in words  # standard output is for the program that reads it
+    tolerate_lost_readers(words[0] if words else "")
     try:
         _refuse_settings_as_options(words)
         command = _without_types_of_flags(_app(words[0] if words and words[0] in _VERBS else None))
@@ -107,14 +109,15 @@ def main() -> None:
     except typer.Abort:
         sys.exit(1)
     except Exception as error:
-        if isinstance(
-            error.__cause__ or error.__context__, KeyboardInterrupt
-        ):  # Python wraps one that comes while a class is made
+        # Python wraps an interrupt that comes while a class is made.
+        if isinstance(error.__cause__ or error.__context__, KeyboardInterrupt):
             sys.exit(_INTERRUPTED)
         if not hasattr(error, "format_message"):  # the errors of the parser, whose class differs between versions of typer
             raise
         _print_usage_error(error)
         sys.exit(getattr(error, "exit_code", 2))
+    finally:
+        flush_or_drop()
     sys.exit(code if isinstance(code, int) else 0)
 
 

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import signal
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import FrameType
 from typing import Annotated
 
 import typer
 from typer import Option
 
+from phalanx.cli.lost_terminal import stopped_by_signals
 from phalanx.cli.options import AsJson, Hosts, Overrides, RunFile, launcher_settings
 from phalanx.cli.output import console, finish, follow_job, print_error, print_json, print_summary
 from phalanx.control.protocol import NOT_SAVED, RESUMABLE, stop_code
@@ -121,28 +119,15 @@ def _drawn_faults(faults: tuple[Fault, ...], prepared: Prepared) -> str:
 
 
 def _follow(job: Job, prepared: Prepared) -> None:
-    """Shows events until the job ends. The first SIGINT or SIGTERM makes it save and stop, the second kills it."""
-    stopping = threading.Event()
-
-    def on_signal(number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGUSR1 and stopping.is_set():
-            return  # a batch system may repeat its notice
-        if stopping.is_set():
-            job.kill()
-        else:
-            stopping.set()
-            job.stop(signal.Signals(number).name)
-
-    previous = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
-    view = display(console, prepared.run.steps, prepared.run.watch.log_every, live=console.is_terminal)
-    console.print(f"run directory {prepared.rundir.path}{' (resumed)' if prepared.resumes else ''}", style="dim")
-    try:
-        for event in job.events():
-            view.show(event)
-    finally:
-        view.close()
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+    """Shows events until the job ends."""
+    with stopped_by_signals(job):
+        view = display(console, prepared.run.steps, prepared.run.watch.log_every, live=console.is_terminal)
+        console.print(f"run directory {prepared.rundir.path}{' (resumed)' if prepared.resumes else ''}", style="dim")
+        try:
+            for event in job.events():
+                view.show(event)
+        finally:
+            view.close()
 
 
 def _train_as_job(run: Run, name: str, request: Request, chaos: str, *, dry_run: bool, json: bool) -> int:

@@ -72,6 +72,7 @@ def verify(
     gpus = () if device == "cpu" else _gpus(device, "--chaos" if chaos else "--account" if account else None)
     run = load(run_file, overrides or [])
     from phalanx.verification import chaos_campaign, parity, verify_report
+    from phalanx.verification.rank_pool import RankPool
 
     result: Mapping[str, object]
     if chaos:
@@ -82,7 +83,7 @@ def verify(
     elif layouts == "all":
         passed, result = _sweep(run, steps or _STEPS, ranks, count, gpus)
     else:
-        report = parity.verify(run, steps=steps or _STEPS, ranks=ranks, account=account, gpus=gpus)
+        report = parity.verify(run, steps=steps or _STEPS, ranks=ranks, account=account, gpus=gpus, pool=RankPool)
         verify_report.show_report(console, report)
         passed, result = report.passed, report.to_json()
     finish(json, result, passed)
@@ -99,6 +100,7 @@ def _gpus(device: str, other: str | None) -> tuple[Gpu, ...]:
 
 def _sweep(run: Run, steps: int, ranks: int | None, count: int, gpus: tuple[Gpu, ...]) -> tuple[bool, Mapping[str, object]]:
     from phalanx.verification.parity import sweep
+    from phalanx.verification.rank_pool import RankPool
     from phalanx.verification.verify_report import show_line
 
     reports = []
@@ -107,7 +109,7 @@ def _sweep(run: Run, steps: int, ranks: int | None, count: int, gpus: tuple[Gpu,
             "Blocks are not compiled, because that takes far longer than the proof: memory.compile=true verifies compiled ones."
         )
         console.print(words, style="dim", soft_wrap=True)
-    for number, report in enumerate(sweep(run, ranks=ranks, steps=steps, count=count, gpus=gpus), start=1):
+    for number, report in enumerate(sweep(run, ranks=ranks, steps=steps, count=count, gpus=gpus, pool=RankPool), start=1):
         reports.append(report)
         show_line(console, number, report)
     good = sum(report.passed for report in reports)

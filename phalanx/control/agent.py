@@ -33,7 +33,7 @@ from phalanx.events.heartbeat import Beat
 from phalanx.events.records import StrangerRefused, Warned
 from phalanx.events.run_logs import note_size
 from phalanx.host.env import adopt, program_env, worker_env
-from phalanx.host.process_tree import STOP_SIGNALS, adopt_orphans, die_with, kill_session, unblock_stop_signals
+from phalanx.host.process_tree import adopt_orphans, die_with, kill_session, stop_signals, unblock_stop_signals
 from phalanx.spec.plan import Place
 
 _REFUSAL_RECORDS = 5.0  # seconds between two records of refused connections
@@ -407,7 +407,7 @@ async def _main() -> None:
     adopt_orphans()
     adopt(settings.environment)
     agent = Agent(settings)
-    for number in STOP_SIGNALS:
+    for number in stop_signals():
         loop.add_signal_handler(number, agent.stop, signal.Signals(number).name)
     unblock_stop_signals()
     agent.spawn(_follow_launcher(agent, launcher))

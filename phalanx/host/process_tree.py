@@ -18,8 +18,8 @@ from typing import IO
 from phalanx.host.env import python_env
 from phalanx.spec.json_value import JsonObject
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-"""Signals that ask the run to save and end."""
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+"""Signals that ask the run to save and end. A process handles those of `stop_signals()`."""
 _KILL_ROUNDS, _KILL_SECONDS = 500, 0.01
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -89,6 +89,12 @@ def stop_signals_blocked() -> Iterator[None]:
 def unblock_stop_signals() -> None:
     """Receive `STOP_SIGNALS` from now on, including pending ones."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+
+
+def stop_signals() -> tuple[signal.Signals, ...]:
+    """`STOP_SIGNALS`, without SIGHUP if this process was told to ignore it, as by nohup: then a run goes on without its terminal."""
+    ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    return tuple(number for number in STOP_SIGNALS if not (ignored and number == signal.SIGHUP))
 
 
 def python_command(module: str, *arguments: str) -> list[str]:

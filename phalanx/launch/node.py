@@ -22,7 +22,7 @@ from phalanx.events.rundir import RunDir
 from phalanx.host.env import NodePlace, pod_name
 from phalanx.host.interfaces import address_of, address_towards
 from phalanx.host.probe import this_machine
-from phalanx.host.process_tree import STOP_SIGNALS, unblock_stop_signals
+from phalanx.host.process_tree import stop_signals, unblock_stop_signals
 from phalanx.launch.agent_process import AgentProcess
 from phalanx.launch.job import agent_settings, first_events
 from phalanx.launch.launcher import StartedAgent
@@ -163,7 +163,7 @@ class _Node:
 
     def follow(self) -> Outcome | None:
         """Keep an agent running until the run is over. None: it cannot be kept running."""
-        for number in STOP_SIGNALS:
+        for number in stop_signals():
             signal.signal(number, self._on_signal)
         unblock_stop_signals()
         short_lived = 0

@@ -19,6 +19,7 @@ from phalanx.parallel.sharded_model import ParamShard, extract
 from phalanx.spec.run import Run
 from phalanx.verification import step_cost as accounts
 from phalanx.verification.cases import MAX_RANKS, Case, Gpus, generate_layouts, make_case
+from phalanx.verification.pool_process import PoolProcess
 from phalanx.verification.rank_pool import RankFailed, RankPool
 from phalanx.verification.reference import (
     Reference,
@@ -130,6 +131,7 @@ def _tensors(
         yield Comparison(kind, step, name, rank, apart)
 
 
+Pool = RankPool | PoolProcess
 References = dict[Any, Reference]
 """Reference files by the run, plan and steps they were made from."""
 
@@ -192,10 +194,11 @@ def verify(
     ranks: int | None = None,
     account: bool = False,
     gpus: Gpus = (),
-    pool: RankPool | None = None,
+    pool: Pool | type[Pool] = PoolProcess,
 ) -> Report:
     """Verifies the layout of one run, on CPU or on these GPUs of this machine. Raises RunError if the run is invalid; any other failure
-    is in the report."""
+    is in the report. `pool`: one that stays open, or the kind to open. `RankPool` starts sooner, but forks this process, which must not have
+    used torch before, nor have threads."""
     return prove(make_case(run, ranks=ranks, steps=steps, gpus=gpus), account=account, pool=pool)
 
 
@@ -206,9 +209,9 @@ def sweep(
     steps: int = 8,
     count: int = 40,
     gpus: Gpus = (),
-    pool: RankPool | None = None,
+    pool: Pool | type[Pool] = PoolProcess,
 ) -> Iterator[Report]:
-    """Verifies generated layouts in one pool of ranks, with a report for each."""
+    """Verifies generated layouts in one pool of ranks, with a report for each. `pool`: see `verify`."""
     most = ranks or MAX_RANKS
     with _pool(most, "cuda" if gpus else "cpu", pool) as opened:
         references: References = {}
@@ -217,7 +220,9 @@ def sweep(
             yield prove(case, pool=opened, references=references)
 
 
-def prove(case: Case, *, account: bool = False, pool: RankPool | None = None, references: References | None = None) -> Report:
+def prove(
+    case: Case, *, account: bool = False, pool: Pool | type[Pool] = PoolProcess, references: References | None = None
+) -> Report:
     """Verifies one case. `references`: a cache of reference files."""
     references = {} if references is None else references
     with _pool(case.layout.ranks, case.plan.device, pool) as opened:
@@ -246,9 +251,9 @@ def prove(case: Case, *, account: bool = False, pool: RankPool | None = None, re
     )
 
 
-def _pool(ranks: int, device: str, pool: RankPool | None) -> AbstractContextManager[RankPool]:
+def _pool(ranks: int, device: str, pool: Pool | type[Pool]) -> AbstractContextManager[Pool]:
     """The caller's pool, which stays open, or a new one."""
-    return RankPool(ranks, device=device) if pool is None else nullcontext(pool)
+    return pool(ranks, device=device) if isinstance(pool, type) else nullcontext(pool)
 
 
 def _placement(case: Case, results: list[RankResult], reference: Reference) -> Iterator[Comparison]:

@@ -72,21 +72,20 @@ class _Worker:
 
 
 class RankPool:
-    """Up to `ranks` ranks, started on first use."""
+    """Up to `ranks` ranks, started on first use as forks of this process. Not for a process that has used torch in parallel, or whose threads
+    are not known: `pool_process.PoolProcess` is the same in a process of its own."""
 
-    def __init__(self, ranks: int, timeout: float | None = None, device: str = "cpu"):
-        """`timeout`: seconds after which a case counts as hanging. `device`: "cpu" or "cuda"; this process itself never touches a GPU."""
+    def __init__(self, ranks: int, timeout: float | None = None, device: str = "cpu", folder: Path | None = None):
+        """`timeout`: seconds after which a case counts as hanging. `device`: "cpu" or "cuda"; this process itself never touches a GPU.
+        `folder`: a folder of the caller's own for files that ranks exchange."""
         self.ranks, self.device, self.timeout = ranks, device, _SECONDS[device] if timeout is None else timeout
         self._workers: list[_Worker] = []
         self._store: int | None = None
         self._address = ("127.0.0.1", 0)
         self._generation = 0
-        self._folder = tempfile.TemporaryDirectory(prefix="phalanx-verify-")
-
-    @property
-    def folder(self) -> Path:
-        """Folder for files that ranks exchange; removed with the pool."""
-        return Path(self._folder.name)
+        self._own = None if folder is not None else tempfile.TemporaryDirectory(prefix="phalanx-verify-")
+        self.folder = folder or Path(self._own.name if self._own else "")
+        """For files that ranks exchange; removed with the pool unless it is the caller's."""
 
     def run(self, function: Callable[..., Any], layout: Layout, *args: Any) -> list[Any]:
         """Calls `function(mesh, *args)` on the ranks of a layout; returns the result of each. Raises RankFailed."""
@@ -109,7 +108,8 @@ class RankPool:
 
     def close(self) -> None:
         self._kill()
-        self._folder.cleanup()
+        if self._own is not None:
+            self._own.cleanup()
 
     def __enter__(self) -> Self:
         return self
@@ -150,7 +150,7 @@ class RankPool:
                 try:
                     worker.pipe.send_bytes(pickle.dumps((place, self.timeout, layout, function, args)))
                 except OSError:
-                    raise RankFailed(worker.rank, _death(worker), _last_lines(worker.log)) from None
+                    raise RankFailed(worker.rank, _death(worker), last_lines(worker.log)) from None
             return self._collect(workers)
         except BaseException:
             self._kill()
@@ -235,7 +235,7 @@ def _result(worker: _Worker) -> Any:
     try:
         return pickle.loads(worker.pipe.recv_bytes())
     except (EOFError, OSError):
-        return _Raised(_death(worker), _last_lines(worker.log), time.monotonic(), died=True)
+        return _Raised(_death(worker), last_lines(worker.log), time.monotonic(), died=True)
 
 
 def _death(worker: _Worker) -> str:
@@ -251,10 +251,11 @@ def _stack(worker: _Worker) -> list[str]:
     """The current stack of a hanging rank."""
     os.kill(worker.pid, signal.SIGUSR1)
     time.sleep(_GRACE)
-    return _last_lines(worker.log)
+    return last_lines(worker.log)
 
 
-def _last_lines(log: Path) -> list[str]:
+def last_lines(log: Path) -> list[str]:
+    """The last lines of a log, or the stack at its end."""
     text = log.read_text(errors="replace") if log.exists() else ""
     stack = text.rpartition("Current thread")[2].splitlines() if "Current thread" in text else text.splitlines()[-_LINES:]
     return [line for line in stack if line.strip()][:_LINES]

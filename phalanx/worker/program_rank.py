@@ -25,7 +25,7 @@ from phalanx.events.heartbeat import Heartbeat
 from phalanx.events.records import WorkerStarted, encode
 from phalanx.events.rundir import RunDir
 from phalanx.host.env import ProgramRank, rank_environment
-from phalanx.host.process_tree import STOP_SIGNALS, die_with, kill_session, outlive_parent
+from phalanx.host.process_tree import die_with, kill_session, outlive_parent, stop_signals
 from phalanx.recovery.state import is_secondary_error
 from phalanx.spec.run import Run
 
@@ -51,7 +51,7 @@ class CommandRank:
         """When it is killed if it has not."""
         outlive_parent()  # long enough to end the program
         os.setsid()
-        for number in (*STOP_SIGNALS, signal.SIGUSR2):  # a batch system may send them to all processes; the agent decides
+        for number in (*stop_signals(), signal.SIGUSR2):  # a batch system may send them to all processes; the agent decides
             signal.signal(number, lambda number, frame: None)
 
     def serve(self) -> int:

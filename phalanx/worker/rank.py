@@ -36,6 +36,7 @@ from phalanx.events.heartbeat import Heartbeat
 from phalanx.events.records import Evaluated, Event, Finished, Step, StepSkipped, Stopped, Warned, WorkerStarted, encode
 from phalanx.events.rundir import RunDir, replace_file
 from phalanx.faults.grammar import parse
+from phalanx.host.process_tree import stop_signals
 from phalanx.parallel.mesh import Mesh, abandoned, connect, disconnect
 from phalanx.recovery.diagnose import HangReport
 from phalanx.recovery.state import is_secondary_error
@@ -57,12 +58,12 @@ Writer = tuple[Callable[[dict[str, float], int], object], Callable[[], object]]
 
 
 class StopSignals:
-    """Receives SIGTERM, SIGUSR1 and SIGINT from its creation on, and passes them to the trainer once there is one."""
+    """Receives SIGTERM, SIGUSR1, SIGINT and SIGHUP from its creation on, and passes them to the trainer once there is one."""
 
     def __init__(self) -> None:
         self._received: str | None = None
         self._stop: Callable[[str], None] | None = None
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        for number in stop_signals():
             signal.signal(number, self._on_signal)
 
     def pass_to(self, stop: Callable[[str], None] | None) -> None:

@@ -12,6 +12,7 @@ from phalanx.spec.check import check
 from phalanx.spec.layout import Schedule
 from phalanx.verification.cases import MODELS, generate_layouts
 from phalanx.verification.parity import Report, sweep
+from phalanx.verification.rank_pool import RankPool
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 6, 8])
@@ -45,7 +46,7 @@ def test_the_models_are_odd_and_right() -> None:
 
 
 def test_a_sweep_reports_each_layout_in_turn() -> None:
-    reports = list(sweep(tiny_run(), ranks=2, steps=1, count=3))
+    reports = list(sweep(tiny_run(), ranks=2, steps=1, count=3, pool=RankPool))
     assert [report.passed for report in reports] == [True] * 3, [told(report) for report in reports]
     assert len({(report.case.run.model, report.case.layout) for report in reports}) == 3
 
@@ -53,7 +54,7 @@ def test_a_sweep_reports_each_layout_in_turn() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [4, 8])
 def test_forty_layouts_equal_one_device(ranks: int) -> None:
-    reports = list(sweep(tiny_run(), ranks=ranks, steps=8, count=40))
+    reports = list(sweep(tiny_run(), ranks=ranks, steps=8, count=40, pool=RankPool))
     assert len(reports) == 40
     assert [told(report) for report in reports if not report.passed] == []
 

@@ -26,6 +26,7 @@ from phalanx.training.step_totals import StepTotals
 from phalanx.training.trainer import Trainer
 from phalanx.verification.cases import MODELS
 from phalanx.verification.parity import verify
+from phalanx.verification.rank_pool import RankPool
 from phalanx.verification.tolerance import Check, first_failure
 
 Around = Callable[..., Any]
@@ -62,7 +63,7 @@ def plant(monkeypatch: pytest.MonkeyPatch) -> Plant:
 def checks(model: str = "dense", *overrides: str, **layout: Any) -> dict[str, Check]:
     """What a proof says of this layout."""
     run = replace(tiny_run("train.sequence_length=16", "train.batch=4", *overrides), model=MODELS[model])
-    report = verify(replace(run, layout=Layout(**{"data": 1} | layout)), steps=2)
+    report = verify(replace(run, layout=Layout(**{"data": 1} | layout)), steps=2, pool=RankPool)
     assert report.failure is None, report.failure
     assert not report.passed
     return {check.name: check for check in report.checks}
