@@ -57,9 +57,13 @@ def tolerate_lost_readers(verb: str) -> None:
 def _tolerant(stream: TextIO, goes_on: bool) -> TextIO:
     if not isinstance(stream, io.TextIOWrapper):
         return stream  # closed from the start, or not a file
+    try:
+        number = stream.fileno()
+    except (OSError, ValueError):
+        return stream  # in memory
     stream.flush()
     return io.TextIOWrapper(
-        io.BufferedWriter(_Output(stream.fileno(), goes_on)),
+        io.BufferedWriter(_Output(number, goes_on)),
         encoding=stream.encoding,
         errors=stream.errors,
         line_buffering=stream.line_buffering,
