@@ -27,6 +27,7 @@ from phalanx.spec.dump import changed, dump
 from phalanx.spec.errors import RunError, refuse
 from phalanx.spec.load import load
 from phalanx.spec.plan import Plan
+from phalanx.spec.preset_vocabulary import vocabulary_notices, vocabulary_question
 from phalanx.spec.run import Run
 
 if TYPE_CHECKING:
@@ -82,6 +83,8 @@ def prepare(
     from phalanx.planning.planner import keep_layout, plan_run  # imports numpy
 
     request = request or Request()
+    if not RunDir(request.directory or Path("runs") / name).exists:
+        refuse(vocabulary_question(run))  # before hours of preparation; a run to resume has decided
     problems = [*run_checks.missing_packages(run), *run_checks.storage_problems(run)]
     started_by = started_by or launcher(run, (request.directory or Path(name)).name)
     run = replace(run, cluster=replace(run.cluster, nodes=started_by.nodes))
@@ -104,7 +107,7 @@ def prepare(
     if ranks is None:
         problems += run_checks.replica_problems(planned.run, planned.plan)
     refuse(problems)
-    notices = (*run_checks.data_notices(data), *run_checks.checkpoint_notices(run, torchrun=ranks is not None))
+    notices = (*vocabulary_notices(run), *run_checks.data_notices(data), *run_checks.checkpoint_notices(run, torchrun=ranks is not None))
     rundir = choose_directory(run, name, request)
     try:
         if (last := _last_plan(rundir)) is not None:
@@ -132,7 +135,8 @@ def begin_launch(rundir: RunDir, started_by: Launcher) -> None:
 
 
 def choose_directory(run: Run, name: str, request: Request) -> RunDir:
-    """The directory of a run, locked: the one that the user names, else runs/NAME, or the first that is free."""
+    """The directory of a run, locked: the one that the user names, else runs/NAME, or the first that is free. Raises RunError if a new
+    run has a question open."""
     if request.directory is not None:
         return _use_directory(request.directory, run, request.fresh)
     return _choose_directory(Path("runs") / name, run, request.fresh)
@@ -176,7 +180,7 @@ def _use_directory(directory: Path, run: Run, fresh: bool) -> RunDir:
         raise RunError(
             f"--run-dir {directory} {reason}: name another directory, or remove this one, to start again from step 0."
         )
-    _create(rundir)
+    _create(rundir, run)
     if not rundir.acquire():
         raise RunError(f"--run-dir {directory} is in use by a running job: wait for it, stop it, or name another directory.")
     return rundir
@@ -192,7 +196,7 @@ def _choose_directory(base: Path, run: Run, fresh: bool) -> RunDir:
             continue
         if rundir.exists and _unresumable(rundir, run):
             continue
-        _create(rundir)
+        _create(rundir, run)
         if rundir.acquire():
             return rundir
 
@@ -230,7 +234,9 @@ def _differs(rundir: RunDir, run: Run) -> bool:
     return bool(changed(old, run)) or (run.command.program is None and old.steps != run.steps)
 
 
-def _create(rundir: RunDir) -> None:
+def _create(rundir: RunDir, run: Run) -> None:
+    if not rundir.exists:  # otherwise it holds this run, whose rows are decided
+        refuse(vocabulary_question(run))
     try:
         rundir.create()
         for folder in (rundir.path, rundir.checkpoints):

@@ -263,3 +263,22 @@ def test_a_run_without_checkpoints_needs_no_disk_for_them(folder: Path, monkeypa
     (sentence,) = problems()
     assert "1 MiB free, but logs and events take 16 MiB: free some space" in sentence
     assert storage_problems(loads(TEXT, overrides=["checkpoint.save=false", "checkpoint.url=nowhere://x"])) == []
+
+
+PRESET = ["model.preset=gpt2-124m", "model.dim=16", "model.layers=1", "model.heads=2", "model.context=64"]
+
+
+def test_rows_of_a_preset_without_its_tokenizer_are_asked_for(folder: Path) -> None:
+    question = refused(loads(TEXT, overrides=PRESET))
+    assert "50,257 rows" in question and not (folder / "runs").exists()
+    on_bytes = prepared(loads(TEXT, overrides=[*PRESET, "data.tokenizer=byte"]))
+    assert on_bytes.run.model.vocab == 320
+    assert any("model.vocab = 320" in notice and "50,257" in notice for notice in on_bytes.notices)
+
+
+def test_a_run_that_began_with_all_rows_of_a_preset_resumes_with_them(folder: Path) -> None:
+    """Run files of earlier versions do not answer the question, and their directories hold the old model."""
+    old = prepared(loads(TEXT, overrides=[*PRESET, "model.vocab=50257"]))
+    take_a_step(old)
+    again = prepared(loads(TEXT, overrides=PRESET))
+    assert (again.rundir.path, again.resumes, again.run.model.vocab) == (old.rundir.path, True, 50257)
