@@ -67,9 +67,7 @@ def list_(
     alone = is_checkpoint(place) and directory.step_of(place) is None  # a renamed checkpoint, which no folder lists
     for checkpoints in [place] if alone else checkpoint_locations(place):
         infos = (
-            [checkpoint_info.describe(place, verify=verify)]
-            if alone
-            else checkpoint_info.listing(checkpoints, verify=verify)
+            [checkpoint_info.describe(place, verify=verify)] if alone else checkpoint_info.listing(checkpoints, verify=verify)
         )
         show.show_listing(console, str(checkpoints), infos)
         found += [asdict(info) for info in infos]

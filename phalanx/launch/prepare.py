@@ -16,7 +16,7 @@ from phalanx.checkpointing import directory
 from phalanx.checkpointing.location import open_location
 from phalanx.data.dataset import Dataset, open_dataset
 from phalanx.events.log import read_events
-from phalanx.events.records import Finished, Step
+from phalanx.events.records import DataOpened, Finished, Step
 from phalanx.events.rundir import RunDir, replace_file
 from phalanx.host.probe import this_machine
 from phalanx.launch import run_checks
@@ -63,6 +63,8 @@ class Prepared:
     """Sentences for the user, shown before the first step."""
     data: str = ""
     """Fingerprint of its data, for runs on several hosts."""
+    opened: DataOpened | None = None
+    """What the run reads; None: a program of the user's own."""
 
 
 def prepare(
@@ -85,7 +87,12 @@ def prepare(
     request = request or Request()
     if not RunDir(request.directory or Path("runs") / name).exists:
         refuse(vocabulary_question(run))  # before hours of preparation; a run to resume has decided
-    problems = [*run_checks.missing_packages(run), *run_checks.storage_problems(run)]
+    base = request.directory or Path("runs") / name
+    problems = [
+        *run_checks.missing_packages(run),
+        *run_checks.storage_problems(run),
+        *run_checks.run_directory_problems(run.data, base),
+    ]
     started_by = started_by or launcher(run, (request.directory or Path(name)).name)
     run = replace(run, cluster=replace(run.cluster, nodes=started_by.nodes))
     try:
@@ -102,12 +109,16 @@ def prepare(
         problems += error.problems
     refuse(problems)  # slow preparations only for a run that can start
     data = open_dataset(run.data, run.train.sequence_length, run.train.seed, progress)
-    base = request.directory or Path("runs") / name
     problems += [*run_checks.too_little_data(run, data), *run_checks.space_problems(planned.run, planned.plan, base)]
     if ranks is None:
         problems += run_checks.replica_problems(planned.run, planned.plan)
     refuse(problems)
-    notices = (*vocabulary_notices(run), *run_checks.data_notices(data), *run_checks.checkpoint_notices(run, torchrun=ranks is not None))
+    notices = (
+        *vocabulary_notices(run),
+        *run_checks.skipped_file_notices(run.data),
+        *run_checks.data_notices(data),
+        *run_checks.checkpoint_notices(run, torchrun=ranks is not None),
+    )
     rundir = choose_directory(run, name, request)
     try:
         if (last := _last_plan(rundir)) is not None:
@@ -121,7 +132,11 @@ def prepare(
         replace_file(rundir.plan_file, planned.plan.to_json())
         _copy_tokenizer(data.tokenizer.files, rundir.tokenizer)
         fingerprint = data.fingerprint if run.cluster.nodes > 1 else ""
-        return Prepared(planned.run, planned.plan, rundir, started_by, resumes, (*changes, *notices), fingerprint)
+        opened = DataOpened(
+            documents=data.documents, tokens=data.tokens, run_tokens=run.steps * run.batch_tokens,
+            parameters=planned.plan.parameters,
+        )  # fmt: skip
+        return Prepared(planned.run, planned.plan, rundir, started_by, resumes, (*changes, *notices), fingerprint, opened)
     except BaseException:
         rundir.release()  # so that the same program can try again
         raise
