@@ -15,9 +15,10 @@ from phalanx.launch.model_check import measure
 from phalanx.launch.prepare import Request, prepare
 from phalanx.planning.machines.hardware import planned
 from phalanx.spec.check import check
-from phalanx.spec.errors import RunError
+from phalanx.spec.errors import RunError, refuse
 from phalanx.spec.load import resolve
 from phalanx.spec.plan import Place, Plan
+from phalanx.spec.preset_vocabulary import vocabulary_question
 from phalanx.spec.run import Run
 
 if TYPE_CHECKING:
@@ -80,6 +81,7 @@ def trainer(run: Run, *, checkpoints: str | Path = "checkpoints") -> Trainer:
     from phalanx.training.trainer import Trainer
 
     run, place = _checked(run), torchrun_place() or Place()
+    refuse(vocabulary_question(run))
     planned_run = plan_run(run, this_machine(), place.ranks, measure(run))
     run, plan = planned_run.run, planned_run.plan
     built = Trainer(run, plan, connect(place, plan.device, run.resilience.timeout, plan.layout), Path(checkpoints))

@@ -29,14 +29,16 @@ class CheckpointInfo:
     layout: SavedLayout | None = None
     version: str | None = None
     problem: str | None = None
-    """Why it cannot be loaded; None: its marker is valid and every file has its size."""
+    """Why it cannot be loaded; None: its marker is valid and every file has its size and, if `verified`, its contents."""
+    verified: bool = False
+    """Every byte was compared with its checksum."""
     leftover: bool = False
     """Left by an interrupted save, or a checkpoint that was replaced: ignored, and removed by the next save."""
 
 
-def listing(checkpoints: Location) -> list[CheckpointInfo]:
-    """Everything that saves have written there, newest first."""
-    infos = [describe(path) for path in directory.list_checkpoints(checkpoints)]
+def listing(checkpoints: Location, *, verify: bool = False) -> list[CheckpointInfo]:
+    """Everything that saves have written there, newest first. `verify`: compare contents with their checksums, not only sizes."""
+    infos = [describe(path, verify=verify) for path in directory.list_checkpoints(checkpoints)]
     infos += [
         CheckpointInfo(
             path=str(checkpoints / name), step=directory.step_of(checkpoints / name.split(".")[0]),
@@ -48,14 +50,19 @@ def listing(checkpoints: Location) -> list[CheckpointInfo]:
     return sorted(infos, key=lambda info: (-1 if info.step is None else info.step, not info.leftover), reverse=True)
 
 
-def describe(path: Location) -> CheckpointInfo:
+def describe(path: Location, *, verify: bool = False) -> CheckpointInfo:
     info = CheckpointInfo(path=str(path), step=directory.step_of(path), bytes=sum(path.sizes().values()))
     try:
         marker = directory.read_marker(path)
+        info = replace(
+            info, step=marker.step, time=marker.time, ranks=len(marker.rank_files), layout=marker.run.layout,
+            version=marker.run.version,
+        )  # fmt: skip
+        if verify:
+            directory.verify(path)
     except DamagedCheckpoint as bad:
         return replace(info, problem=bad.reason)
-    ranks, run = len(marker.rank_files), marker.run
-    return replace(info, step=marker.step, time=marker.time, ranks=ranks, layout=run.layout, version=run.version)
+    return replace(info, verified=verify)
 
 
 def layout_text(layout: SavedLayout | None) -> str:

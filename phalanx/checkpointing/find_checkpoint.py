@@ -16,6 +16,18 @@ _EXAMPLE = "runs/quickstart/checkpoints/step-00000300"
 _RUN_FILE = "run.toml"
 
 
+class LocatedCheckpoint(NamedTuple):
+    """A checkpoint that a path names, and the newer ones of the same run that were skipped."""
+
+    checkpoint: Location
+    damaged: tuple[directory.DamagedCheckpoint, ...] = ()
+    """Newer checkpoints that are damaged, newest first: the person who asked for the newest one must be told."""
+
+    @property
+    def step(self) -> int:
+        return directory.parse_marker(self.checkpoint).step
+
+
 class FoundCheckpoint(NamedTuple):
     """A checkpoint and the run it belongs to."""
 
@@ -26,6 +38,12 @@ class FoundCheckpoint(NamedTuple):
     """Where the run file is, for messages."""
     tokenizer: Path | None
     """The run directory's folder of tokenizer files."""
+    damaged: tuple[directory.DamagedCheckpoint, ...] = ()
+    """Newer checkpoints of the same run that were skipped because they are damaged, newest first."""
+
+    @property
+    def step(self) -> int:
+        return LocatedCheckpoint(self.checkpoint).step
 
 
 def is_url(path: Path | str) -> bool:
@@ -45,13 +63,14 @@ def find(path: Path | str, *, verify: bool = True) -> FoundCheckpoint:
     if is_checkpoint(place):
         check(place)
         return _with_run(place)
-    return _with_run(_newest(path, check), place)
+    located = _newest(path, check)
+    return _with_run(located.checkpoint, place)._replace(damaged=located.damaged)
 
 
-def locate(path: Path | str) -> Location:
+def locate(path: Path | str) -> LocatedCheckpoint:
     """The checkpoint that a path names, or the newest; checks only sizes."""
     place = existing_location(path)
-    return place if is_checkpoint(place) else _newest(path, directory.read_marker)
+    return LocatedCheckpoint(place) if is_checkpoint(place) else _newest(path, directory.read_marker)
 
 
 def no_checkpoint_message(path: Path | str, places: list[Location], damaged: list[directory.DamagedCheckpoint]) -> str:
@@ -65,12 +84,12 @@ def no_checkpoint_message(path: Path | str, places: list[Location], damaged: lis
     return f"{path} has no checkpoint to load ({why}): train first, or name another directory."
 
 
-def _newest(path: Path | str, check: Callable[[Location], object]) -> Location:
+def _newest(path: Path | str, check: Callable[[Location], object]) -> LocatedCheckpoint:
     places = checkpoint_locations(open_location(path))
     checkpoint, damaged = directory.newest(places, check=check)
     if checkpoint is None:
         raise RunError([no_checkpoint_message(path, places, damaged)])
-    return checkpoint
+    return LocatedCheckpoint(checkpoint, tuple(damaged))
 
 
 def existing_location(path: Path | str) -> Location:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
@@ -24,11 +24,12 @@ from phalanx.checkpointing.find_checkpoint import (
     is_checkpoint,
     locate,
     no_checkpoint_message,
+    path_or_url,
     saves_none,
 )
 from phalanx.checkpointing.location import Local
 from phalanx.cli.options import CHECKPOINT, AsJson, parse_size
-from phalanx.cli.output import console, finish, print_json, progress_bar, tracked
+from phalanx.cli.output import console, finish, print_json, progress_bar, report_checkpoint, tracked, warn_damaged
 from phalanx.dashboard import checkpoint_tables as show
 from phalanx.dashboard.numbers import size as format_size
 from phalanx.events.rundir import RunDir
@@ -51,7 +52,13 @@ ShardSize = Annotated[str, Option(help="Maximum size of one safetensors file, fo
 
 
 @app.command("list")
-def list_(path: Annotated[str, Argument(help=_PLACE, metavar="PATH")], json: AsJson = False) -> None:
+def list_(
+    path: Annotated[str, Argument(help=_PLACE, metavar="PATH")],
+    verify: Annotated[
+        bool, Option("--verify", help="Compare every byte with its checksum too. Default: check that every file has its size.")
+    ] = False,
+    json: AsJson = False,
+) -> None:
     """List checkpoints and leftovers of interrupted saves, newest first: step, size, time, layout and problems."""
     found = []
     place = existing_location(path)
@@ -59,7 +66,9 @@ def list_(path: Annotated[str, Argument(help=_PLACE, metavar="PATH")], json: AsJ
         raise RunError(no_checkpoint_message(path, [], []))
     alone = is_checkpoint(place) and directory.step_of(place) is None  # a renamed checkpoint, which no folder lists
     for checkpoints in [place] if alone else checkpoint_locations(place):
-        infos = [checkpoint_info.describe(place)] if alone else checkpoint_info.listing(checkpoints)
+        infos = (
+            [checkpoint_info.describe(place, verify=verify)] if alone else checkpoint_info.listing(checkpoints, verify=verify)
+        )
         show.show_listing(console, str(checkpoints), infos)
         found += [asdict(info) for info in infos]
     finish(json, {"path": path, "checkpoints": found})
@@ -78,7 +87,9 @@ def inspect(
     json: AsJson = False,
 ) -> None:
     """Show the tensors, files and origin of a checkpoint, and what another layout would read of it."""
-    place = locate(path)
+    located = locate(path)
+    place = located.checkpoint
+    skipped = warn_damaged(located.damaged)
     marker = directory.read_marker(place)
     tensors = checkpoint_info.tensors(place, marker)
     chosen = list(checkpoint_info.matching(tensors, names))
@@ -94,7 +105,7 @@ def inspect(
         about = asdict(info)
         about |= {"progress": run.progress, "seed": run.seed, "data": run.data, "replicas": run.replicas, "kinds": kinds}
         about |= {"files": {name: file.to_json() for name, file in marker.files.items()}}
-        about |= {"tensors": {item.name: _table(item) for item in chosen}}
+        about |= {"tensors": {item.name: _table(item) for item in chosen}, "damaged": skipped}
         if change is not None:
             about["change"] = asdict(change) | {"ranks": change.layout.ranks}
         print_json(about)
@@ -162,7 +173,10 @@ def diff(
     json: AsJson = False,
 ) -> None:
     """Compare two checkpoints of any layouts, tensor by tensor. The exit code is 1 if any bit differs."""
-    places = locate(a), locate(b)
+    located = locate(a), locate(b)
+    for side in located:
+        warn_damaged(side.damaged)
+    places = [side.checkpoint for side in located]
     from phalanx.checkpointing.restore import CheckpointReader, Difference, compare, compare_metadata
 
     with closing(CheckpointReader(places[0])) as first, closing(CheckpointReader(places[1])) as second:
@@ -190,6 +204,7 @@ def reshard(
 ) -> None:
     """Write a checkpoint in another layout. Training does not need this: any layout loads any checkpoint."""
     found = find(path, verify=False)
+    skipped = warn_damaged(found.damaged)
     from phalanx.checkpointing.restore import CheckpointReader
     from phalanx.training.reshard_run import on_layout, write
 
@@ -199,7 +214,7 @@ def reshard(
     saved.close()
     info = checkpoint_info.describe(written)
     if json:
-        print_json(asdict(info) | {"from": str(found.checkpoint)})
+        print_json(asdict(info) | {"from": str(found.checkpoint), "damaged": skipped})
         return
     console.print(
         f"step {info.step} for {checkpoint_info.layout_text(info.layout)} ({info.ranks} rank{'s' if info.ranks != 1 else ''}) → {written}",
@@ -277,7 +292,9 @@ def export(
     from phalanx.checkpointing.restore import CheckpointReader
 
     format_ = _torch_dtype(dtype)
-    saved = CheckpointReader(locate(checkpoint))
+    located = locate(checkpoint)
+    used = report_checkpoint(located.checkpoint, located.step, located.damaged)
+    saved = CheckpointReader(located.checkpoint)
     if kind == "torch":
         written = to_torch(saved, out, optimizer=optimizer, dtype=format_)
     else:
@@ -285,7 +302,7 @@ def export(
     saved.close()
     if json:
         table = asdict(written)
-        print_json({"path": str(out), "format": kind, "dtypes": table.pop("formats")} | table)
+        print_json({"path": str(out), "format": kind, "dtypes": table.pop("formats")} | table | used)
         return
     dtypes = "+".join(written.formats)
     print(f"{written.tensors} tensors ({dtypes}, {format_size(written.bytes)}, {_files(written.files)}) → {out}")
@@ -335,9 +352,12 @@ def import_(
 
 def _print_report(converted: Converted, json: bool) -> bool:
     """Prints the object of --json and returns True, or prints the notes for people."""
+    source = converted.source
+    used = {} if source is None else report_checkpoint(path_or_url(source.checkpoint), source.step, source.damaged)
     if json:
-        table = asdict(converted) | {"path": str(converted.path)}
-        print_json(table | (table.pop("match") or {}))
+        table = asdict(replace(converted, source=None)) | {"path": str(converted.path)}
+        del table["source"]
+        print_json(table | (table.pop("match") or {}) | used)
         return True
     for note in converted.notes:
         print(f"Note: {note}")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 from typer import Argument, Option
 
 from phalanx.cli.options import SOURCE_KINDS, AsJson, Device, Field, Template, check_source_kind
-from phalanx.cli.output import console, finish, plain_table, print_json, tracked, visible
+from phalanx.cli.output import console, finish, plain_table, print_json, report_checkpoint, tracked, visible
 from phalanx.dashboard.data_tables import tokenizing
 from phalanx.dashboard.numbers import count, number, percent
 from phalanx.data.dataset import open_corpus, open_dataset
@@ -62,8 +62,9 @@ def eval(
     from phalanx.evaluation.open_model import open_model
 
     opened = open_model(checkpoint, device)
+    used = report_checkpoint(opened.path, opened.step, opened.damaged)
     result = _loss(opened, options) if choices is None else _choices(opened, choices, options)
-    finish(json, result | {"checkpoint": str(opened.path)})
+    finish(json, result | used)
 
 
 class _Options(NamedTuple):
@@ -209,6 +210,7 @@ def generate(
     from phalanx.models.sampling import generate as sample
 
     opened = open_model(checkpoint, device)
+    used = report_checkpoint(opened.path, opened.step, opened.damaged)
     tokenizer = opened.tokenizer
     # Without a prompt, the model continues the end of a previous document.
     start = [int(token) for token in tokenizer.encode(prompt)] or [tokenizer.end]
@@ -225,8 +227,6 @@ def generate(
         if token in opened.stops:
             break
     if json:
-        print_json(
-            {"prompt": prompt, "text": tokenizer.decode(generated), "tokens": len(generated), "checkpoint": str(opened.path)}
-        )
+        print_json({"prompt": prompt, "text": tokenizer.decode(generated), "tokens": len(generated)} | used)
     else:
         sys.stdout.write("\n")

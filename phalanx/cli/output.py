@@ -18,6 +18,7 @@ from rich.table import Table
 from phalanx.spec.errors import PhalanxError, RunError
 
 if TYPE_CHECKING:
+    from phalanx.checkpointing.directory import DamagedCheckpoint
     from phalanx.dashboard.summary import Summary
     from phalanx.events.log import EventReader
     from phalanx.events.records import Event
@@ -87,6 +88,21 @@ def write_file(path: Path, write: Callable[[], Any]) -> None:
     except OSError as error:
         raise RunError(f"{path}: cannot be written: {error.strerror}") from None
     console.print(f"wrote {path}", markup=False, soft_wrap=True)
+
+
+def report_checkpoint(checkpoint: object, step: int | None, damaged: Sequence[DamagedCheckpoint]) -> dict[str, object]:
+    """Says on standard error which checkpoint a verb uses, and warns of newer ones that are damaged; returns the same for --json."""
+    skipped = warn_damaged(damaged)
+    if step is not None:
+        print(f"using step {step} ({checkpoint})", file=sys.stderr, flush=True)
+    return {"checkpoint": str(checkpoint), "step": step, "damaged": skipped}
+
+
+def warn_damaged(damaged: Sequence[DamagedCheckpoint]) -> list[dict[str, str]]:
+    """Warns of newer checkpoints that were skipped because they are damaged; returns them for --json."""
+    for bad in damaged:
+        print(f"warning: {bad}; it is newer, and skipped.", file=sys.stderr)
+    return [{"path": bad.path, "reason": bad.reason} for bad in damaged]
 
 
 def print_error(error: PhalanxError) -> None:

@@ -27,10 +27,12 @@ def show_listing(console: Console, folder: str, infos: Sequence[CheckpointInfo])
     for info in infos:
         layout = UNKNOWN if info.ranks is None else layout_text(info.layout)
         facts = (_known(info.step), local_time(info.time), size(info.bytes), str(info.ranks or UNKNOWN), layout)
-        rows.append((*facts, info.problem or "valid"))
+        rows.append((*facts, info.problem or ("valid" if info.verified else "complete")))
         styles.append("" if info.problem is None else "yellow" if info.leftover else "red")
     _print(console, folder, "bold")
     _print_table(console, ("step", "saved", "size", "ranks", "layout", "state"), rows, styles)
+    if any(info.problem is None and not info.verified for info in infos):
+        _print(console, "complete: every file has its size. --verify compares contents with their checksums.", "dim")
 
 
 def local_time(seconds: float | None) -> str:

@@ -84,6 +84,11 @@ def number(value: float | None, digits: int = 4) -> str:
     return f"{value:.{digits}f}" if abs(value) < 1e4 else f"{value:.3g}"
 
 
+def data_share(trained: int, epoch: int, parameters: int) -> str:
+    """How often a run reads its data, and how much of it each parameter gets: "2.5 epochs, 20 tokens per parameter"."""
+    return f"{trained / max(1, epoch):.3g} epochs, {trained / max(1, parameters):.3g} tokens per parameter"
+
+
 def _is_finite(value: float | None) -> TypeGuard[float]:
     # Events of another version may hold text here, such as "nan".
     return isinstance(value, int | float) and math.isfinite(value)

@@ -15,7 +15,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Column, Table
 from rich.text import Text
 
-from phalanx.dashboard.numbers import count, duration, flops, number, percent, size
+from phalanx.dashboard.numbers import count, data_share, duration, flops, number, percent, size
 from phalanx.events import records
 from phalanx.events.records import Evaluated, Event, RunStarted, Step, StepSkipped
 
@@ -217,6 +217,10 @@ def _line(event: Event) -> tuple[str, str] | None:
             return f"training {count(event.parameters)} parameters on {ranks} in {event.compute}, {work}", "bold"
         case records.HostsChecked():
             return _hosts_line(event), "green" if not event.rejected else "yellow"
+        case records.DataOpened():
+            text = f"reading {event.documents:,} documents, {count(event.tokens)} tokens"
+            share = data_share(event.run_tokens, event.tokens, event.parameters)
+            return f"{text}; the run trains on {count(event.run_tokens)} tokens: {share}", "dim"
         case records.WeightsLoaded():
             return f"loaded initial weights from {event.path} in {duration(event.seconds)}", "green"
         case StepSkipped():

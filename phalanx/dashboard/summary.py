@@ -16,7 +16,7 @@ from rich.panel import Panel
 from rich.table import Column, Table
 from rich.text import Text
 
-from phalanx.dashboard.numbers import count, duration, number, percent, short_duration, size
+from phalanx.dashboard.numbers import count, data_share, duration, number, percent, short_duration, size
 from phalanx.events import records
 from phalanx.events.records import Evaluated, Event, RunStarted, Step, StepSkipped
 
@@ -100,12 +100,20 @@ class Summary:
     def _add_launch(self, launch: Sequence[Event], steps: Sequence[Step]) -> None:
         """Adds what is known of the last launch."""
         started = next((event for event in launch if isinstance(event, RunStarted)), None)
+        opened = next((event for event in launch if isinstance(event, records.DataOpened)), None)
         failures = [event.reason for event in launch if isinstance(event, records.WorkerFailed)]
         recoveries = [event for event in launch if isinstance(event, records.Recovered) and event.failures]
         self.planned = started.steps if started else 0
         """Steps of the whole run."""
         self.ranks = started.ranks if started else 0
         self.parameters = started.parameters if started else 0
+        self.documents = opened.documents if opened else None
+        """Documents of the data; None if the launch did not report it."""
+        self.data_tokens = opened.tokens if opened else None
+        """Training tokens in one epoch of the data."""
+        self.epochs = self.tokens / opened.tokens if opened and opened.tokens else None
+        """Trained tokens divided by those of an epoch."""
+        self.tokens_per_parameter = self.tokens / self.parameters if self.parameters else None
         self._saves = started.saves if started else True
         self.promise = started.promise if started else None
         """What the plan promised; None if it made no promise."""
@@ -159,6 +167,9 @@ class Summary:
                 yield "held-out", ", ".join(f"{name} {number(values['loss'])}" for name, values in self.eval_sources.items())
             skipped = f", {self.steps_skipped} skipped" if self.steps_skipped else ""
             yield "trained", f"{count(self.parameters)} parameters on {count(self.tokens)} tokens{skipped}"
+        if self.documents is not None and self.data_tokens:
+            share = data_share(self.tokens, self.data_tokens, self.parameters)
+            yield "data", f"{self.documents:,} documents, {count(self.data_tokens)} tokens: {share}"
         if self.recoveries:
             times = f"{self.recoveries} time{'s' if self.recoveries > 1 else ''}"
             yield "recovered", f"{times}, {self.steps_lost} steps and {duration(self.seconds_lost)} lost"

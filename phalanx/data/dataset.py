@@ -43,6 +43,8 @@ class Dataset:
         packings = [samples.packing for samples in self.train.sources]
         self.tokens = sum(packing.tokens for packing in packings)
         """Training tokens in one epoch of all sources, end tokens included."""
+        self.documents = sum(opened.corpus.documents for opened in sources)
+        """Documents of all sources, held-out ones included."""
         self.padding_ratio = sum(packing.padding_ratio * packing.count for packing in packings) / self.train.count
         """Fraction of all window positions that is padding."""
         self.skipped = {opened.train.name: opened.skipped for opened in sources if opened.skipped}

@@ -24,7 +24,24 @@ BLOCK = 1 << 20
 """Bytes per read."""
 _JSON_LINES = (".jsonl", ".ndjson", ".json")
 _SUFFIXES = {"jsonl": _JSON_LINES, "chat": _JSON_LINES, "parquet": (".parquet", ".pq")}
-"""Suffixes of the files that are read from a folder, by kind of source. Other kinds read every file."""
+"""Suffixes of the files that are read from a folder, by kind of source. "text" reads files that look like text, others every file."""
+_TEXT_NAMES = (
+    ".txt .text .md .markdown .rst .tex .org .adoc .log .csv .tsv .json .jsonl .ndjson .xml .html .htm .yaml .yml .toml .ini .cfg .srt "
+    ".py .pyi .c .h .cc .cpp .hpp .cu .rs .go .java .kt .js .ts .jsx .tsx .css .rb .php .pl .lua .r .jl .hs .ml .scala .swift .sh .sql"
+)
+_TEXT = frozenset(_TEXT_NAMES.split())
+"""Suffixes that need no look inside."""
+_BINARY_NAMES = (
+    ".safetensors .pt .pth .ckpt .bin .npy .npz .pkl .pickle .h5 .onnx .gguf .parquet .pq .arrow .tokens .png .jpg .jpeg .gif .webp .bmp "
+    ".ico .tif .tiff .pdf .doc .docx .xls .xlsx .ppt .pptx .odt .epub .zip .tar .tgz .7z .rar .bz2 .xz .mp3 .wav .flac .ogg .mp4 .mkv .avi "
+    ".mov .webm .exe .dll .so .a .o .pyc .class .jar .wasm .db .sqlite .woff .woff2 .ttf .otf"
+)
+_BINARY = frozenset(_BINARY_NAMES.split())
+"""Suffixes of files that are no text, whatever their first bytes."""
+_SNIFFED = 8192
+"""Bytes of a file of any other name that must have no zero byte, which no text in UTF-8 or a code page has."""
+_RUN_DIRECTORY = ("run.toml", "plan.json")
+"""Files by which the directory of a run is recognized."""
 _GZIP, _ZSTD = (".gz",), (".zst", ".zstd")
 _ZSTD_FEED = 1 << 9
 """Compressed bytes per call of the zstd decoder: each byte may expand to thousands, and the output has to stay small."""
@@ -56,13 +73,22 @@ def paths_key(source: Source) -> str:
 
 def find_files(source: Source, kind: str) -> list[SourceFile]:
     """Every non-empty file that `source.paths` names, sorted by path. Opens none; raises RunError with all problems at once."""
+    return _search(source, kind).result()
+
+
+def skipped_files(source: Source, kind: str) -> list[str]:
+    """Files in the folders of a "text" source that are not read because they are no text."""
+    return sorted(_search(source, kind).skipped) if kind == "text" and source.paths else []
+
+
+def _search(source: Source, kind: str) -> _FileSearch:
     key = paths_key(source)
     if not source.paths:
         raise RunError(f'{key} names nothing, but source = "{kind}" reads files; give it at least one file, folder or glob.')
-    search = _FileSearch(key, _SUFFIXES.get(kind, ()))
+    search = _FileSearch(key, _SUFFIXES.get(kind, ()), text_only=kind == "text", run_directories=kind in ("parquet", "hf"))
     for path in source.paths:
         search.add(path)
-    return search.result()
+    return search
 
 
 def stdlib_files(table: str = "data") -> list[SourceFile]:
@@ -81,8 +107,20 @@ def stdlib_files(table: str = "data") -> list[SourceFile]:
 class _FileSearch:
     """Collects files, files that cannot be read, and problems with the paths themselves."""
 
-    def __init__(self, key: str, suffixes: tuple[str, ...], skip: frozenset[str] = frozenset()):
+    def __init__(
+        self,
+        key: str,
+        suffixes: tuple[str, ...],
+        skip: frozenset[str] = frozenset(),
+        *,
+        text_only: bool = False,
+        run_directories: bool = True,
+    ):
+        """`text_only`: skip files of folders that are no text; `run_directories`: accept run directories inside folders."""
         self.files: dict[str, SourceFile] = {}
+        self.skipped: dict[str, None] = {}
+        """Files that are no text."""
+        self._text_only, self._run_directories = text_only, run_directories
         self._unreadable: dict[str, str] = {}
         self._problems: list[str] = []
         self._key, self._suffixes, self._skip = key, suffixes, skip
@@ -97,8 +135,12 @@ class _FileSearch:
             return
         absolute = os.path.abspath(os.path.expanduser(path))
         # A name that exists is never a pattern, whatever brackets it contains.
-        matches = [absolute] if os.path.lexists(absolute) else glob.glob(absolute, recursive=True)
-        if not matches:
+        named, before = os.path.lexists(absolute), len(self.skipped)
+        matches = [absolute] if named else glob.glob(absolute, recursive=True)
+        if self._text_only and not named and not os.path.splitext(absolute)[1].strip(".*?"):  # such as "notes/**"
+            matches = [match for match in matches if not os.path.isfile(match) or self._is_text(match)]
+        skipped = list(self.skipped)[before:]
+        if not matches and not skipped:
             self._problems.append(
                 f'{self._key}: "{path}" matches no file or folder (tried {absolute}); '
                 "correct it, or start the run in the folder it is relative to."
@@ -106,9 +148,11 @@ class _FileSearch:
         elif (
             not any([self._add_match(match) for match in matches]) and not self._unreadable
         ):  # a list: every match has to be added
-            named = f" named {', '.join(self._suffixes)}" if self._suffixes else ""
+            skipped = list(self.skipped)[before:]
+            suffixes = f" named {', '.join(self._suffixes)}" if self._suffixes else " of text" if skipped else ""
+            others = f"; {skipped[0]}{_and_more(len(skipped))} no text" if skipped else ""
             self._problems.append(
-                f'{self._key}: "{path}" holds no files{named} (looked through {absolute}); put some there or remove it.'
+                f'{self._key}: "{path}" holds no files{suffixes} (looked through {absolute}){others}; put some there or remove it.'
             )
 
     def _add_match(self, path: str) -> bool:
@@ -129,12 +173,37 @@ class _FileSearch:
         any_file = False
         for folder, subfolders, names in os.walk(top, onerror=self._note_unreadable):
             subfolders[:] = filter(self._is_shown, subfolders)
+            if not self._run_directories and all(name in names for name in _RUN_DIRECTORY):
+                self._problems.append(
+                    f"{self._key}: the run directory {folder} is inside {top}, and its records and checkpoints would be read as text; "
+                    "move it out of the data, or name the files to read with a glob."
+                )
+                subfolders.clear()
+                any_file = True  # one problem is enough
+                continue
             for name in filter(self._is_shown, names):
                 path = os.path.join(folder, name)
                 # A link without a target is text that the user expects to be there: it is reported.
-                if self._matches_suffix(name) and (os.path.isfile(path) or not os.path.exists(path)):
+                if not self._matches_suffix(name) or (os.path.exists(path) and not os.path.isfile(path)):
+                    continue
+                if not self._text_only or self._is_text(path):
                     any_file = self._add_match(path)
         return any_file
+
+    def _is_text(self, path: str) -> bool:
+        """Whether a file looks like text; otherwise it is noted as skipped. A file that cannot be read is reported later."""
+        suffix = os.path.splitext(bare_name(path))[1]
+        if suffix in _TEXT:
+            return True
+        if suffix not in _BINARY:
+            try:
+                with open(path, "rb") as file:
+                    if is_compressed(path) or b"\0" not in file.read(_SNIFFED):
+                        return True
+            except OSError:
+                return True
+        self.skipped[path] = None
+        return False
 
     def _is_shown(self, name: str) -> bool:
         return not name.startswith(".") and name not in self._skip
@@ -154,6 +223,10 @@ class _FileSearch:
                 elif system.isdir(inner):
                     listed: dict[str, dict[str, Any]] = system.find(inner, detail=True)
                     infos = [info for name, info in listed.items() if self._matches_suffix(name.rsplit("/", 1)[-1])]
+                    if self._text_only:  # by name alone: to look inside would mean a request for each file
+                        binary = [info for info in infos if os.path.splitext(bare_name(info["name"]))[1] in _BINARY]
+                        self.skipped |= {system.unstrip_protocol(info["name"]): None for info in binary}
+                        infos = [info for info in infos if info not in binary]
                 else:
                     infos = [system.info(inner)]
         except RunError as error:
@@ -181,6 +254,10 @@ class _FileSearch:
             problems.append(f"{self._key}: {which}; name files that hold text.")
         refuse(problems)
         return files
+
+
+def _and_more(count: int) -> str:
+    return " is" if count == 1 else f" and {count - 1:,} more are"
 
 
 def is_url(path: str) -> bool:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from phalanx._version import __version__
 from phalanx.checkpointing import offline_writer
-from phalanx.checkpointing.find_checkpoint import find
+from phalanx.checkpointing.find_checkpoint import LocatedCheckpoint, find
 from phalanx.checkpointing.format import RunMetadata
 from phalanx.checkpointing.hf_folder import ReferenceLogits, WeightsFolder, WeightsWriter
 from phalanx.checkpointing.replicas.shm_slots import free_memory
@@ -73,6 +73,8 @@ class Converted:
     """Remarks for the person: a missing tokenizer, modules that were not exported."""
     match: Match | None = None
     """The comparison with the model in training, if there was a reference."""
+    source: LocatedCheckpoint | None = None
+    """The checkpoint that was exported; None: an import."""
 
 
 def import_folder(folder: Path, out: Path) -> Converted:
@@ -167,7 +169,7 @@ def export_checkpoint(
                 os.fsync(file.fileno())  # an export that has its final name survives a crash of the machine
     return Converted(
         path=out, family=family, parameters=spec.parameters(), bytes=writer.bytes, files=writer.files, dtype=written,
-        notes=tuple(notes), match=match,
+        notes=tuple(notes), match=match, source=LocatedCheckpoint(found.checkpoint, found.damaged),
     )  # fmt: skip
 
 

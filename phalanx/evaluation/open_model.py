@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from phalanx import accelerator
+from phalanx.checkpointing.directory import DamagedCheckpoint
 from phalanx.checkpointing.find_checkpoint import FoundCheckpoint, find, is_url, path_or_url
 from phalanx.checkpointing.hf_folder import WeightsFolder
 from phalanx.checkpointing.restore import load as load_tensors
@@ -44,6 +45,10 @@ class Opened:
     """The checkpoint or folder that was opened; a string if it is a URL."""
     stops: frozenset[int]
     """Tokens that end a generated text: those of generation_config.json, as in transformers, or the end token."""
+    step: int | None = None
+    """Step of the checkpoint; None: a Hugging Face folder."""
+    damaged: tuple[DamagedCheckpoint, ...] = ()
+    """Newer checkpoints of the run that were skipped because they are damaged."""
 
     @property
     def compute(self) -> str:
@@ -64,7 +69,8 @@ def open_model(path: Path | str, device: str | torch.device | None = None) -> Op
         load_tensors(checkpoint, {f"model/{name}": tensor for name, tensor in _state(model).items()})
     except RunFailed as why:  # a shape or a name differs
         raise RunError(f"{checkpoint} does not fit the model of {found.source} ({why}): undo the changes there.") from None
-    return Opened(model, tokenizer, run, path_or_url(checkpoint), _stops(found.tokenizer, tokenizer))
+    stops = _stops(found.tokenizer, tokenizer)
+    return Opened(model, tokenizer, run, path_or_url(checkpoint), stops, found.step, found.damaged)
 
 
 def run_of(found: FoundCheckpoint) -> Run:

@@ -132,6 +132,19 @@ class Restored(Event):
     seconds: float
 
 
+class DataOpened(Event):
+    """What a launch reads."""
+
+    documents: int
+    """Documents of all sources, held-out ones included."""
+    tokens: int
+    """Training tokens in one epoch of all sources."""
+    run_tokens: int
+    """Tokens of all steps of the run."""
+    parameters: int
+    """Of the model."""
+
+
 class WeightsLoaded(Event):
     """The run starts from the weights of model.from instead of initialized ones."""
 

@@ -49,7 +49,8 @@ def first_events(prepared: Prepared) -> list[Event]:
         program=list(run.command.program or ()),
         saves=run.resumable,
     )
-    return [started, *(Warned(message=notice) for notice in prepared.notices)]
+    opened = () if prepared.opened is None else (prepared.opened,)
+    return [started, *opened, *(Warned(message=notice) for notice in prepared.notices)]
 
 
 def agent_settings(prepared: Prepared, chaos: str) -> AgentSettings:

@@ -16,7 +16,7 @@ from phalanx.checkpointing import directory
 from phalanx.checkpointing.location import open_location
 from phalanx.data.dataset import Dataset, open_dataset
 from phalanx.events.log import read_events
-from phalanx.events.records import Finished, Step
+from phalanx.events.records import DataOpened, Finished, Step
 from phalanx.events.rundir import RunDir, replace_file
 from phalanx.host.probe import this_machine
 from phalanx.launch import run_checks
@@ -27,6 +27,7 @@ from phalanx.spec.dump import changed, dump
 from phalanx.spec.errors import RunError, refuse
 from phalanx.spec.load import load
 from phalanx.spec.plan import Plan
+from phalanx.spec.preset_vocabulary import vocabulary_notices, vocabulary_question
 from phalanx.spec.run import Run
 
 if TYPE_CHECKING:
@@ -62,6 +63,8 @@ class Prepared:
     """Sentences for the user, shown before the first step."""
     data: str = ""
     """Fingerprint of its data, for runs on several hosts."""
+    opened: DataOpened | None = None
+    """What the run reads; None: a program of the user's own."""
 
 
 def prepare(
@@ -82,7 +85,14 @@ def prepare(
     from phalanx.planning.planner import keep_layout, plan_run  # imports numpy
 
     request = request or Request()
-    problems = [*run_checks.missing_packages(run), *run_checks.storage_problems(run)]
+    if not RunDir(request.directory or Path("runs") / name).exists:
+        refuse(vocabulary_question(run))  # before hours of preparation; a run to resume has decided
+    base = request.directory or Path("runs") / name
+    problems = [
+        *run_checks.missing_packages(run),
+        *run_checks.storage_problems(run),
+        *run_checks.run_directory_problems(run.data, base),
+    ]
     started_by = started_by or launcher(run, (request.directory or Path(name)).name)
     run = replace(run, cluster=replace(run.cluster, nodes=started_by.nodes))
     try:
@@ -99,12 +109,13 @@ def prepare(
         problems += error.problems
     refuse(problems)  # slow preparations only for a run that can start
     data = open_dataset(run.data, run.train.sequence_length, run.train.seed, progress)
-    base = request.directory or Path("runs") / name
     problems += [*run_checks.too_little_data(run, data), *run_checks.space_problems(planned.run, planned.plan, base)]
     if ranks is None:
         problems += run_checks.replica_problems(planned.run, planned.plan)
     refuse(problems)
     notices = (
+        *vocabulary_notices(run),
+        *run_checks.skipped_file_notices(run.data),
         *run_checks.data_notices(data),
         *run_checks.checkpoint_notices(run, torchrun=ranks is not None),
         *run_checks.format_notices(planned.plan),
@@ -122,7 +133,11 @@ def prepare(
         replace_file(rundir.plan_file, planned.plan.to_json())
         _copy_tokenizer(data.tokenizer.files, rundir.tokenizer)
         fingerprint = data.fingerprint if run.cluster.nodes > 1 else ""
-        return Prepared(planned.run, planned.plan, rundir, started_by, resumes, (*changes, *notices), fingerprint)
+        opened = DataOpened(
+            documents=data.documents, tokens=data.tokens, run_tokens=run.steps * run.batch_tokens,
+            parameters=planned.plan.parameters,
+        )  # fmt: skip
+        return Prepared(planned.run, planned.plan, rundir, started_by, resumes, (*changes, *notices), fingerprint, opened)
     except BaseException:
         rundir.release()  # so that the same program can try again
         raise
@@ -136,7 +151,8 @@ def begin_launch(rundir: RunDir, started_by: Launcher) -> None:
 
 
 def choose_directory(run: Run, name: str, request: Request) -> RunDir:
-    """The directory of a run, locked: the one that the user names, else runs/NAME, or the first that is free."""
+    """The directory of a run, locked: the one that the user names, else runs/NAME, or the first that is free. Raises RunError if a new
+    run has a question open."""
     if request.directory is not None:
         return _use_directory(request.directory, run, request.fresh)
     return _choose_directory(Path("runs") / name, run, request.fresh)
@@ -180,7 +196,7 @@ def _use_directory(directory: Path, run: Run, fresh: bool) -> RunDir:
         raise RunError(
             f"--run-dir {directory} {reason}: name another directory, or remove this one, to start again from step 0."
         )
-    _create(rundir)
+    _create(rundir, run)
     if not rundir.acquire():
         raise RunError(f"--run-dir {directory} is in use by a running job: wait for it, stop it, or name another directory.")
     return rundir
@@ -196,7 +212,7 @@ def _choose_directory(base: Path, run: Run, fresh: bool) -> RunDir:
             continue
         if rundir.exists and _unresumable(rundir, run):
             continue
-        _create(rundir)
+        _create(rundir, run)
         if rundir.acquire():
             return rundir
 
@@ -234,7 +250,9 @@ def _differs(rundir: RunDir, run: Run) -> bool:
     return bool(changed(old, run)) or (run.command.program is None and old.steps != run.steps)
 
 
-def _create(rundir: RunDir) -> None:
+def _create(rundir: RunDir, run: Run) -> None:
+    if not rundir.exists:  # otherwise it holds this run, whose rows are decided
+        refuse(vocabulary_question(run))
     try:
         rundir.create()
         for folder in (rundir.path, rundir.checkpoints):

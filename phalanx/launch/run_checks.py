@@ -18,6 +18,7 @@ from phalanx.checkpointing.location import Location, Remote, error_text, open_lo
 from phalanx.checkpointing.replicas import shm_slots
 from phalanx.control.processes import BYTES_PER_PARAMETER
 from phalanx.data.dataset import Dataset
+from phalanx.data.files import paths_key, skipped_files
 from phalanx.events import frames
 from phalanx.events.log import read_events
 from phalanx.events.records import Saved
@@ -27,7 +28,7 @@ from phalanx.spec.dump import changed
 from phalanx.spec.errors import RunError, toml
 from phalanx.spec.load import loads
 from phalanx.spec.plan import Machine, Plan
-from phalanx.spec.run import PORTS_PER_NODE, Run
+from phalanx.spec.run import PORTS_PER_NODE, Data, Run
 from phalanx.spec.sources import kind
 
 ONE_NODE = (
@@ -45,6 +46,7 @@ _COMMON_STORES = "s3://, gs:// or az://"
 _SLOW = 2.0
 """Times as long as in fp32 from which a format is reported."""
 _PRODUCT = 256  # rows and columns of the matrices that are multiplied to find out
+_NAMED_FILES = 3  # skipped files that a notice names
 _PADDING_NOTICE = 0.001  # fraction of padding below which it is not reported
 
 
@@ -313,6 +315,36 @@ def data_notices(data: Dataset) -> list[str]:
     if data.padding_ratio > _PADDING_NOTICE:
         notices.append(f"Packing fills {100 * (1 - data.padding_ratio):.1f} % of the windows; the rest is padding.")
     return notices
+
+
+def skipped_file_notices(data: Data) -> list[str]:
+    """Files in the data folders that are not read."""
+    notices: list[str] = []
+    for source in data.mix or (data,):
+        if skipped := skipped_files(source, kind(source)):
+            more = len(skipped) - _NAMED_FILES
+            names = ", ".join(skipped[:_NAMED_FILES]) + (f" and {more:,} more" if more > 0 else "")
+            are = "is no text and is" if len(skipped) == 1 else "are no text and are"
+            notices.append(f"{paths_key(source)}: {names} {are} not read; to read such a file, name it itself.")
+    return notices
+
+
+def run_directory_problems(data: Data, run_dir: Path) -> list[str]:
+    """Data folders that the run directory would be in: the next launch would read its records as text."""
+    problems: list[str] = []
+    for source in data.mix or (data,):
+        for path in source.paths if kind(source) not in ("parquet", "hf") else ():
+            top, place = Path(path).expanduser().resolve(), run_dir.resolve()
+            if (
+                top.is_dir()
+                and place.is_relative_to(top)
+                and not any(part.startswith(".") for part in place.relative_to(top).parts)
+            ):
+                problems.append(
+                    f"The run directory {run_dir} is inside {path} ({paths_key(source)}), so its records and checkpoints would be read as "
+                    "text: name one outside with --run-dir, or name the files to read with a glob."
+                )
+    return problems
 
 
 def source_names(run: Run) -> str:

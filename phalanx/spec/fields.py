@@ -28,6 +28,8 @@ _OWN_MODULE = re.compile(r"(?m)^module = ")
 
 NO_EFFECT = {"no_effect": True}
 """Metadata of a key of the tables that decide what a run computes, which itself does not: a run resumes with another value of it."""
+NOT_A_KEY = {"not_a_key": True}
+"""Metadata of a field that the loader fills and no run file has."""
 TRAINING_ONLY = {"training_only": True}
 """Metadata of a key of [model] that a run may set although it starts from a folder: no weight's shape or meaning depends on it."""
 

@@ -246,7 +246,7 @@ def _key(path: str, hint: Any, optional: bool, default: Any, metadata: Mapping[s
 def _walk(cls: type, prefix: str) -> None:
     hints = get_type_hints(cls)
     for field in fields(cls):
-        if field.metadata.get("named_by_table"):
+        if field.metadata.get("named_by_table") or field.metadata.get("not_a_key"):
             continue
         path, hint = prefix + field.name.removesuffix("_"), hints[field.name]
         optional = NoneType in get_args(hint)

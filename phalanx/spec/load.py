@@ -14,6 +14,7 @@ from phalanx.spec.draft import Draft
 from phalanx.spec.errors import RunError
 from phalanx.spec.keys import KEYS
 from phalanx.spec.origin import Origin, origin, under
+from phalanx.spec.preset_vocabulary import fit_vocabulary
 from phalanx.spec.run import Data, Run
 from phalanx.spec.sources import vocabulary_size
 
@@ -62,6 +63,8 @@ def _finish(draft: Draft, overrides: Sequence[str]) -> Run:
     run = draft.build(values, None if start is None else start.model)
     if start is not None and "data.tokenizer" not in values:
         run = _with_tokenizer(run, start)
+    if "model.preset" in values and not {"model.vocab", "model.from"} & values.keys():
+        run = fit_vocabulary(run, tokenizer_given="data.tokenizer" in values)
     run = resolve(run)
     for finding in findings(run):
         if not any(draft.doubts(path) for path in finding.keys) and not (finding.not_if_resolved and draft.is_resolved):

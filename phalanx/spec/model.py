@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from phalanx.spec.fields import NO_EFFECT, TRAINING_ONLY, within
+from phalanx.spec.fields import NO_EFFECT, NOT_A_KEY, TRAINING_ONLY, within
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -115,7 +115,7 @@ class ModelSpec:
     ffn: int | None = field(default=None, metadata=within(1))
     """Width of the feed-forward layer. Default: 4·dim for gelu, 8/3·dim rounded up to a multiple of 64 for swiglu."""
     vocab: int | None = field(default=None, metadata=within(1))
-    """Rows of the embedding. Default: the vocabulary size of the tokenizer."""
+    """Rows of the embedding. Default: the preset's, unless data.tokenizer names a tokenizer of more tokens or of less than half as many, whose size is then rounded up to a multiple of 64; without a preset, the vocabulary size of the tokenizer."""
     norm: Literal["rms", "layer"] = "rms"
     """Normalization before attention and feed-forward."""
     norm_eps: float = field(default=1e-5, metadata=within(above=0.0))
@@ -146,6 +146,8 @@ class ModelSpec:
     """Weight of the mean multi-token prediction loss."""
     init_std: float = field(default=0.02, metadata=within(0.0) | TRAINING_ONLY)
     """Standard deviation of the initial weights; divided by sqrt(2·layers) for weights that write into the residual stream."""
+    vocab_undecided: bool = field(default=False, compare=False, metadata=NOT_A_KEY)
+    """The rows are the preset's although the default tokenizer has far fewer tokens, and nobody has confirmed them."""
 
     @property
     def kv(self) -> int:

@@ -287,7 +287,7 @@ def _compare_state(ours: TrainedRun, theirs: TrainedRun, accepted: float) -> Ver
     another order."""
     verdict = partial(Verdict, name="state")
     try:
-        one, other = (CheckpointReader(locate(side.directory)) for side in (ours, theirs))
+        one, other = (CheckpointReader(locate(side.directory).checkpoint) for side in (ours, theirs))
     except (RunError, OSError) as error:
         outputs = [side.output.strip() for side in (ours, theirs) if side.code]
         endings = "; ".join(output.splitlines()[-1] for output in outputs if output)

@@ -50,13 +50,16 @@ def test_find_returns_the_newest_valid_checkpoint_of_a_run(tmp_path: Path) -> No
     (run / "tokenizer").mkdir()
     assert find(run).tokenizer == find(first).tokenizer == run / "tokenizer"
     flip(values(third), -1)
-    assert path_or_url(find(run).checkpoint) == second
+    assert (path_or_url(find(run).checkpoint), find(run).step) == (second, 2)
+    assert [bad.path for bad in find(run).damaged] == [str(third)]
     with pytest.raises(DamagedCheckpoint, match=r"step-00000003 is damaged: its file state-.* does not have the contents"):
         find(third)
     # Who checks what they read is given the newest by its marker, and reads nothing twice.
-    assert path_or_url(find(run, verify=False).checkpoint) == path_or_url(locate(run)) == third
+    assert path_or_url(find(run, verify=False).checkpoint) == path_or_url(locate(run).checkpoint) == third
     (third / "commit.json").unlink()
-    assert path_or_url(locate(run)) == second
+    assert path_or_url(locate(run).checkpoint) == second
+    (skipped,) = locate(run).damaged
+    assert skipped.path == str(third) and "commit.json" in skipped.reason
 
 
 def test_a_moved_checkpoint_has_its_run_file_in_the_marker(tmp_path: Path) -> None:

@@ -74,12 +74,56 @@ def test_checkpoint_list(phalanx: Phalanx, one: Path, tmp_path: Path) -> None:
         (4, True, False), (3, False, True), (2, False, False), (1, False, True),
     ]  # fmt: skip
     assert rows[1]["ranks"] == 1 and rows[1]["layout"]["tensor"] == 1 and rows[1]["version"] is not None
-    assert "is missing" in done.shown and "interrupted save" in done.shown and "valid" in done.shown
+    assert "is missing" in done.shown and "interrupted save" in done.shown and "complete" in done.shown
     checkpoint = "one/checkpoints/step-00000003"
+    assert "valid" not in done.shown, "contents were not compared"
     for same in (checkpoint, "one/checkpoints"):
         assert phalanx("list", same, "--json").json["checkpoints"] == rows
     (tmp_path / "empty").mkdir()
     assert "There is no checkpoint in empty/checkpoints." in phalanx("list", "empty").shown
+
+
+def test_checkpoint_list_verify_finds_a_changed_byte(phalanx: Phalanx, one: Path) -> None:
+    flip(values(one / "checkpoints" / "step-00000003"), -1)
+    assert phalanx("list", "one", "--json").json["checkpoints"][0]["verified"] is False
+    done = phalanx("list", "one", "--verify", "--json")
+    newest, *others = done.json["checkpoints"]
+    assert newest["step"] == 3 and "does not have the contents that were saved" in newest["problem"]
+    assert not newest["verified"] and [(row["problem"], row["verified"]) for row in others] == [(None, True)] * 2
+    assert [line.split()[-1] for line in done.shown.splitlines() if line.split() and line.split()[0] in ("1", "2")] == [
+        "valid",
+        "valid",
+    ]
+
+
+@pytest.mark.parametrize("verb", [("generate", "one", "the", "--tokens", 2), ("export", "one", "out"), ("eval", "one")])
+def test_a_skipped_damaged_checkpoint_is_reported(here: InProcess, one: Path, verb: tuple[object, ...]) -> None:
+    """A person who names a run directory expects its newest state."""
+    file = values(one / "checkpoints" / "step-00000003")
+    flip(file, -1)
+    if verb[0] == "eval":
+        verb = (*verb, "--source", "text", "--path", "text.txt", "--sequences", 1)
+        Path("text.txt").write_text("the rank waits for the others " * 40)
+    done = here(*verb, "--json")
+    assert done.code == 0, done.err
+    used, warned = "one/checkpoints/step-00000002", "one/checkpoints/step-00000003"
+    assert (done.json["step"], done.json["checkpoint"]) == (2, used)
+    (skipped,) = done.json["damaged"]
+    assert skipped["path"] == warned and file.name in skipped["reason"]
+    (warning,) = (line for line in done.err.splitlines() if line.startswith("warning:"))
+    assert warned in warning and skipped["reason"] in warning
+    assert f"using step 2 ({used})" in done.err
+    flip(file, -1)
+    if verb[0] != "export":
+        done = here(*verb, "--json")
+        assert (done.json["step"], done.json["damaged"]) == (3, []) and "warning" not in done.err
+
+
+def test_plain_export_reports_a_skipped_damaged_checkpoint(phalanx: Phalanx, one: Path) -> None:
+    values(one / "checkpoints" / "step-00000003").unlink()
+    done = phalanx("export", "one", "out", "--format", "safetensors", "--json")
+    assert done.code == 0 and done.json["step"] == 2 and len(done.json["damaged"]) == 1
+    assert "warning: one/checkpoints/step-00000003 is damaged" in done.err and "is missing" in done.err
 
 
 def test_checkpoint_list_shows_a_renamed_checkpoint(phalanx: Phalanx, one: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import sys
 from collections.abc import Callable
@@ -26,7 +27,7 @@ def generate(finished: FinishedRuns, monkeypatch: pytest.MonkeyPatch, capfd: pyt
         with pytest.raises(SystemExit) as leaving:
             main()
         out, err = capfd.readouterr()
-        assert (leaving.value.code, err) == (0, "")
+        assert leaving.value.code == 0 and re.fullmatch(r"using step \d+ \(\S+\)\n", err), err
         return out
 
     return run
@@ -34,15 +35,16 @@ def generate(finished: FinishedRuns, monkeypatch: pytest.MonkeyPatch, capfd: pyt
 
 def test_generate_command(finished: FinishedRuns) -> None:
     ended = finished(2).workshop.run("generate", "ranks-2", "def ", "--tokens", "20")
-    assert (ended.code, ended.err) == (0, ""), ended
-    assert ended.shown.startswith("def ") and ended.shown.endswith("\n")
-    assert len(ended.shown.strip()) > len("def "), "nothing was generated"
+    assert (ended.code, ended.err) == (0, "using step 8 (ranks-2/checkpoints/step-00000008)\n"), ended
+    assert ended.out.startswith("def ") and ended.out.endswith("\n")
+    assert len(ended.out.strip()) > len("def "), "nothing was generated"
 
 
 def test_generate_json(generate: Generate) -> None:
     plain = generate("ranks-2", "def ", "--tokens", 20, "--seed", 3)
     answer = json.loads(generate("ranks-2", "def ", "--tokens", 20, "--seed", 3, "--json").splitlines()[-1])
     assert answer["prompt"] == "def " and 1 <= answer["tokens"] <= 20
+    assert (answer["step"], answer["damaged"]) == (8, [])
     assert answer["checkpoint"] == "ranks-2/checkpoints/step-00000008"
     assert plain == f"def {answer['text']}\n"
 

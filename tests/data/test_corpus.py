@@ -97,7 +97,7 @@ def test_text_corpus_reads_any_slice_of_any_bytes(tmp_path: Path) -> None:
     rng = random.Random(1)
     content = rng.randbytes(100_000)
     (tmp_path / "noise.bin").write_bytes(content)
-    documents = text(tmp_path)
+    documents = text(tmp_path / "noise.bin")  # a file that is named is read, whatever it holds
     for _ in range(200):
         start, stop = sorted(rng.choices(range(len(content) + 1), k=2))
         assert piece(documents, 0, start, stop) == content[start:stop]
@@ -122,7 +122,7 @@ def test_text_corpus_is_one_stream_with_end_tokens(tmp_path: Path) -> None:
     rng = random.Random(3)
     texts = [rng.randbytes(rng.randint(1, 9)) for _ in range(30)]
     for i, content in enumerate(texts):
-        (tmp_path / f"{i:02}").write_bytes(content)
+        (tmp_path / f"{i:02}.txt").write_bytes(content)
     corpus = text(tmp_path)
     stream = [token for content in texts for token in (*content, END)]
     assert corpus.tokens == len(stream)
@@ -309,7 +309,7 @@ def test_fingerprint_of_a_large_corpus_samples_its_whole_length(tmp_path: Path, 
     monkeypatch.setattr(source_module, "_HASHED_WHOLE", 400)
     monkeypatch.setattr(source_module, "_SAMPLES", 10)
     content = random.Random(0).randbytes(100_000)
-    (tmp_path / "a").write_bytes(content)
+    (tmp_path / "a.txt").write_bytes(content)
     corpus = text(tmp_path)
     asked: list[tuple[int, int]] = []
     plain = TextFileCorpus.read
@@ -321,7 +321,7 @@ def test_fingerprint_of_a_large_corpus_samples_its_whole_length(tmp_path: Path, 
     assert (asked[0][0], asked[-1][1]) == (0, 100_001)
     assert max(b[0] - a[1] for a, b in pairwise(asked)) < 12_000
     for at in (0, asked[5][0] + 20, 99_999):
-        (tmp_path / "a").write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
+        (tmp_path / "a.txt").write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
         assert text(tmp_path).fingerprint != before
 
 

@@ -12,8 +12,10 @@ import hf_models
 import pytest
 from ranks import ALONE, tiny_run, tiny_trainer
 
+from phalanx.dashboard.progress import event_line
 from phalanx.events.log import EventLog
-from phalanx.events.records import Step
+from phalanx.events.records import DataOpened, Step
+from phalanx.launch.job import first_events
 from phalanx.launch.prepare import Prepared, Request, prepare
 from phalanx.launch.run_checks import data_notices, space_problems, storage_problems, too_little_data
 from phalanx.spec.dump import dump
@@ -263,3 +265,72 @@ def test_a_run_without_checkpoints_needs_no_disk_for_them(folder: Path, monkeypa
     (sentence,) = problems()
     assert "1 MiB free, but logs and events take 16 MiB: free some space" in sentence
     assert storage_problems(loads(TEXT, overrides=["checkpoint.save=false", "checkpoint.url=nowhere://x"])) == []
+
+
+PRESET = ["model.preset=gpt2-124m", "model.dim=16", "model.layers=1", "model.heads=2", "model.context=64"]
+
+
+def test_rows_of_a_preset_without_its_tokenizer_are_asked_for(folder: Path) -> None:
+    question = refused(loads(TEXT, overrides=PRESET))
+    assert "50,257 rows" in question and not (folder / "runs").exists()
+    on_bytes = prepared(loads(TEXT, overrides=[*PRESET, "data.tokenizer=byte"]))
+    assert on_bytes.run.model.vocab == 320
+    assert any("model.vocab = 320" in notice and "50,257" in notice for notice in on_bytes.notices)
+
+
+def test_a_run_that_began_with_all_rows_of_a_preset_resumes_with_them(folder: Path) -> None:
+    """Run files of earlier versions do not answer the question, and their directories hold the old model."""
+    old = prepared(loads(TEXT, overrides=[*PRESET, "model.vocab=50257"]))
+    take_a_step(old)
+    again = prepared(loads(TEXT, overrides=PRESET))
+    assert (again.rundir.path, again.resumes, again.run.model.vocab) == (old.rundir.path, True, 50257)
+
+
+def test_binary_files_of_a_data_folder_are_skipped_by_name(folder: Path) -> None:
+    before = prepared(loads(TEXT))
+    assert before.opened is not None
+    (folder / "text" / "picture.png").write_bytes(b"\x89PNG\r\n" + b"pixels" * 900)
+    (folder / "text" / "model.safetensors").write_bytes(b"weights" * 900)
+    (folder / "text" / "dump").write_bytes(b"abc\0" * 900)
+    (folder / "text" / "NOTES").write_text("without a suffix " * 100)
+    found = prepared(loads(TEXT, overrides=["train.seed=1"]))
+    assert found.opened is not None and found.opened.documents == before.opened.documents + 1
+    (notice,) = found.notices
+    assert all(name in notice for name in ("picture.png", "model.safetensors", "dump", "data.paths")) and "NOTES" not in notice
+    both = prepared(loads(TEXT, overrides=['data.paths=["text","text/dump"]', "train.seed=2"]))
+    assert both.opened is not None and both.opened.documents == before.opened.documents + 2, "a file that is named is read"
+    everything = prepared(loads(TEXT, overrides=['data.paths=["text/**"]', "train.seed=3"]))
+    assert everything.opened is not None and everything.opened.documents == found.opened.documents
+
+
+def test_a_folder_without_text_is_refused(folder: Path) -> None:
+    (folder / "pictures").mkdir()
+    (folder / "pictures" / "one.png").write_bytes(b"pixels" * 900)
+    sentence = refused(loads(TEXT, overrides=['data.paths=["pictures"]']))
+    assert "holds no files of text" in sentence and "one.png" in sentence
+
+
+def test_a_run_directory_inside_the_data_is_refused(folder: Path) -> None:
+    sentence = refused(loads(TEXT), Request(directory=folder / "text" / "mine"))
+    assert str(folder / "text" / "mine") in sentence and "data.paths" in sentence and "--run-dir" in sentence
+    assert not (folder / "text" / "mine").exists()
+    sentence = refused(loads(TEXT, overrides=['data.paths=["."]']))
+    assert "runs/any is inside ." in sentence
+    shutil.move(prepared(loads(TEXT)).rundir.path, folder / "text" / "old")
+    sentence = refused(loads(TEXT))
+    assert f"the run directory {folder / 'text' / 'old'} is inside {folder / 'text'}" in sentence
+    assert prepared(loads(TEXT, overrides=['data.paths=["text/*.txt"]'])).notices == ()
+
+
+def test_a_run_says_what_it_reads(folder: Path) -> None:
+    (folder / "text" / "two.txt").write_text("another text " * 200)
+    found = prepared(loads(TEXT, overrides=["data.eval_fraction=0"]))
+    size = sum(file.stat().st_size for file in (folder / "text").iterdir())
+    assert found.opened is not None
+    assert (found.opened.documents, found.opened.tokens) == (2, size + 2), "an end token follows each document"
+    assert found.opened.run_tokens == 4 * 8 * 32
+    (line,) = (event_line(event) for event in first_events(found) if isinstance(event, DataOpened))
+    epochs, each = 1024 / (size + 2), 1024 / found.plan.parameters
+    assert line is not None
+    for part in ("2 documents", f"{epochs:.3g} epochs", f"{each:.3g} tokens per parameter"):
+        assert part in line.plain

@@ -1,15 +1,19 @@
 """The run file read: defaults, overrides, and one table of mistakes with what their messages must say."""
 
+import json
 import math
 from dataclasses import MISSING, replace
+from pathlib import Path
 
 import pytest
 from sentences import assert_one_sentence
 
+from phalanx.spec.dump import dump
 from phalanx.spec.errors import RunError
 from phalanx.spec.keys import KEYS
 from phalanx.spec.load import loads
 from phalanx.spec.model import PRESETS, Mla, Moe
+from phalanx.spec.preset_vocabulary import vocabulary_question
 from phalanx.spec.run import Optimizer, Run, Train
 
 GOOD = "[train]\nbatch = 8\nsteps = 10\n"  # later lines of a case start at 4
@@ -340,6 +344,29 @@ def test_sizes_override_the_preset() -> None:
 def test_a_preset_without_a_vocabulary_takes_the_tokenizers() -> None:
     assert override("model=tiny-dense").model.vocab == 257
     assert override("model=tiny-dense", "model.vocab=300").model.vocab == 300
+
+
+def test_a_preset_with_another_tokenizer_takes_its_vocabulary(tmp_path: Path) -> None:
+    bytes_ = override("model=qwen3-0.6b", "data.tokenizer=byte").model
+    assert (bytes_.vocab, bytes_.vocab_undecided) == (320, False)
+    for tokens, rows in ((151_669, 151_936), (80_000, 151_936), (50_000, 50_048), (200_000, 200_000)):
+        folder = tmp_path / str(tokens)
+        folder.mkdir()
+        (folder / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {"a": 0, "z": tokens - 1}}}))
+        assert override("model=qwen3-0.6b", f"data.tokenizer={folder}").model.vocab == rows
+    assert override("model=qwen3-0.6b", "data.tokenizer=byte", "model.vocab=151936").model.vocab == 151_936
+
+
+def test_a_preset_without_a_tokenizer_is_planned_as_published_but_asks_before_training() -> None:
+    run = override("model=qwen3-0.6b")
+    assert run.model == PRESETS["qwen3-0.6b"] and run.model.vocab == 151_936
+    (question,) = vocabulary_question(run)
+    assert all(text in question for text in ("151,936 rows", "257 tokens", 'data.tokenizer = "byte"', "model.vocab = 151936"))
+    for answer in ("data.tokenizer=byte", "model.vocab=151936"):
+        assert not vocabulary_question(override("model=qwen3-0.6b", answer))
+    assert not vocabulary_question(override("model=tiny-dense"))
+    assert not vocabulary_question(loads(dump(run))), "the run file of a run directory has decided"
+    assert loads(dump(run)).model.vocab == 151_936
 
 
 def test_optional_tables_over_a_preset_keep_its_other_values() -> None:
