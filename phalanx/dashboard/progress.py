@@ -187,7 +187,7 @@ def sparkline(values: Iterable[float]) -> str:
 
 def event_line(event: Event) -> Text | None:
     """Returns the line to print for an event; None for events that only update numbers."""
-    line = _line(event)
+    line = (_data_line(event), "dim") if isinstance(event, records.DataOpened) else _line(event)
     # Text, not markup: a path or a message may contain brackets, which rich would read as a style.
     return None if line is None else Text(line[0], style=line[1])
 
@@ -206,6 +206,12 @@ def step_line(event: Step, steps: int, left: float | None) -> Text:
     return Text("  ".join(parts))
 
 
+def _data_line(event: records.DataOpened) -> str:
+    share = data_share(event.run_tokens, event.tokens, event.parameters)
+    text = f"reading {event.documents:,} documents, {count(event.tokens)} tokens"
+    return f"{text}; the run trains on {count(event.run_tokens)} tokens: {share}"
+
+
 def _line(event: Event) -> tuple[str, str] | None:
     """Text and style of an event's line."""
     match event:
@@ -217,10 +223,6 @@ def _line(event: Event) -> tuple[str, str] | None:
             return f"training {count(event.parameters)} parameters on {ranks} in {event.compute}, {work}", "bold"
         case records.HostsChecked():
             return _hosts_line(event), "green" if not event.rejected else "yellow"
-        case records.DataOpened():
-            text = f"reading {event.documents:,} documents, {count(event.tokens)} tokens"
-            share = data_share(event.run_tokens, event.tokens, event.parameters)
-            return f"{text}; the run trains on {count(event.run_tokens)} tokens: {share}", "dim"
         case records.WeightsLoaded():
             return f"loaded initial weights from {event.path} in {duration(event.seconds)}", "green"
         case StepSkipped():

@@ -85,14 +85,8 @@ def prepare(
     from phalanx.planning.planner import keep_layout, plan_run  # imports numpy
 
     request = request or Request()
-    if not RunDir(request.directory or Path("runs") / name).exists:
-        refuse(vocabulary_question(run))  # before hours of preparation; a run to resume has decided
     base = request.directory or Path("runs") / name
-    problems = [
-        *run_checks.missing_packages(run),
-        *run_checks.storage_problems(run),
-        *run_checks.run_directory_problems(run.data, base),
-    ]
+    problems = _early_problems(run, base)
     started_by = started_by or launcher(run, (request.directory or Path(name)).name)
     run = replace(run, cluster=replace(run.cluster, nodes=started_by.nodes))
     try:
@@ -113,13 +107,7 @@ def prepare(
     if ranks is None:
         problems += run_checks.replica_problems(planned.run, planned.plan)
     refuse(problems)
-    notices = (
-        *vocabulary_notices(run),
-        *run_checks.skipped_file_notices(run.data),
-        *run_checks.data_notices(data),
-        *run_checks.checkpoint_notices(run, torchrun=ranks is not None),
-        *run_checks.format_notices(planned.plan),
-    )
+    notices = (*_notices(run, data, torchrun=ranks is not None), *run_checks.format_notices(planned.plan))
     rundir = choose_directory(run, name, request)
     try:
         if (last := _last_plan(rundir)) is not None:
@@ -133,14 +121,37 @@ def prepare(
         replace_file(rundir.plan_file, planned.plan.to_json())
         _copy_tokenizer(data.tokenizer.files, rundir.tokenizer)
         fingerprint = data.fingerprint if run.cluster.nodes > 1 else ""
-        opened = DataOpened(
-            documents=data.documents, tokens=data.tokens, run_tokens=run.steps * run.batch_tokens,
-            parameters=planned.plan.parameters,
-        )  # fmt: skip
+        opened = _opened(planned, data)
         return Prepared(planned.run, planned.plan, rundir, started_by, resumes, (*changes, *notices), fingerprint, opened)
     except BaseException:
         rundir.release()  # so that the same program can try again
         raise
+
+
+def _early_problems(run: Run, base: Path) -> list[str]:
+    """What can be said before anything slow."""
+    question = [] if RunDir(base).exists else vocabulary_question(run)  # a run to resume has decided
+    refuse(question)  # alone: what the rows of nobody's choice cost in memory is no other problem
+    return [
+        *run_checks.missing_packages(run),
+        *run_checks.storage_problems(run),
+        *run_checks.run_directory_problems(run.data, base),
+    ]
+
+
+def _notices(run: Run, data: Dataset, *, torchrun: bool) -> tuple[str, ...]:
+    """Sentences for the user about a run that can start."""
+    return (
+        *vocabulary_notices(run),
+        *run_checks.skipped_file_notices(run.data),
+        *run_checks.data_notices(data),
+        *run_checks.checkpoint_notices(run, torchrun=torchrun),
+    )
+
+
+def _opened(planned: PlannedRun, data: Dataset) -> DataOpened:
+    run_tokens = planned.run.steps * planned.run.batch_tokens
+    return DataOpened(documents=data.documents, tokens=data.tokens, run_tokens=run_tokens, parameters=planned.plan.parameters)
 
 
 def begin_launch(rundir: RunDir, started_by: Launcher) -> None:
