@@ -170,6 +170,20 @@ def _scalar(cpuinfo: dict[str, str]) -> tuple[str, ...]:
     return ("bf16",) if "asimd" in flags and not flags & {"bf16", "svebf16"} else ()
 
 
+_INSTRUCTIONS = {
+    "bf16": {"avx512_bf16", "amx_bf16", "bf16", "svebf16"},
+    "fp16": {"avx512_fp16", "amx_fp16", "asimdhp"},
+}
+"""Flags of processors that multiply in a format. Without them, torch's products on one x86 core (AVX-512) take 4.5 times as long in bf16 as in fp32
+and 218 times in fp16; on a Neoverse N1, 20 to 30 times in bf16."""
+
+
+def lacks_instructions(compute: str, cpuinfo: dict[str, str] | None = None) -> bool:
+    """Whether this CPU has no instructions for a number format. fp8 is emulated everywhere, with bf16 around it."""
+    flags = _flags(_fields(Path("/proc/cpuinfo")) if cpuinfo is None else cpuinfo)
+    return compute == "fp8" or (bool(flags) and not flags & _INSTRUCTIONS.get(compute, flags))
+
+
 def _flags(cpuinfo: dict[str, str]) -> set[str]:
     return set(cpuinfo.get("flags", cpuinfo.get("Features", "")).split())
 

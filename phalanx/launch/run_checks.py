@@ -8,7 +8,6 @@ import importlib.util
 import ipaddress
 import os
 import shutil
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -24,6 +23,7 @@ from phalanx.events.log import read_events
 from phalanx.events.records import Saved
 from phalanx.events.rundir import RunDir
 from phalanx.host.interfaces import address_of
+from phalanx.host.probe import lacks_instructions
 from phalanx.spec.dump import changed
 from phalanx.spec.errors import RunError, toml
 from phalanx.spec.load import loads
@@ -43,9 +43,6 @@ NO_CHECKPOINTS = "checkpoint.save = false: nothing is saved, not even at the end
 _DISK_SLACK = 16 << 20  # bytes for logs, events and the loss curve
 _EXTRAS = {"s3": "s3", "s3a": "s3"}  # extras of this package by fsspec's name of the storage
 _COMMON_STORES = "s3://, gs:// or az://"
-_SLOW = 2.0
-"""Times as long as in fp32 from which a format is reported."""
-_PRODUCT = 256  # rows and columns of the matrices that are multiplied to find out
 _NAMED_FILES = 3  # skipped files that a notice names
 _PADDING_NOTICE = 0.001  # fraction of padding below which it is not reported
 
@@ -259,34 +256,14 @@ def checkpoint_notices(run: Run, *, torchrun: bool) -> list[str]:
     return [*notices, NO_COPIES] if torchrun else [*notices, ONE_NODE] if run.cluster.nodes == 1 else notices
 
 
-def format_notices(plan: Plan, slowdown: Callable[[str], float] | None = None) -> list[str]:
-    """That this CPU multiplies much more slowly in the run's format than in fp32. `slowdown`: of a format, measured by default."""
-    if plan.device != "cpu" or plan.compute == "fp32":
+def format_notices(plan: Plan, lacks: Callable[[str], bool] = lacks_instructions) -> list[str]:
+    """That this CPU has no instructions for the run's format."""
+    if plan.device != "cpu" or plan.compute == "fp32" or not lacks(plan.compute):
         return []
-    factor = (slowdown or _slowdown)(plan.compute)
-    if factor < _SLOW:
-        return []
-    why = "which emulates it" if plan.compute == "fp8" else "which has no instructions for it"
     return [
-        f'precision.compute = "{plan.compute}": matrix products take {factor:.0f} times as long as in fp32 on this CPU, {why}. Remove the '
-        "key to compute in fp32."
+        f'precision.compute = "{plan.compute}": this CPU has no instructions for it, and multiplies 4 to 200 times as slowly as in fp32. Remove '
+        "the key to compute in fp32."
     ]
-
-
-def _slowdown(compute: str) -> float:
-    """How much longer a product takes in this format than in fp32, on one core; fp8 counts as bf16, which is around it."""
-    import torch
-
-    def seconds(dtype: torch.dtype) -> float:
-        a, b = (torch.ones(_PRODUCT, _PRODUCT, dtype=dtype) for _ in range(2))
-        taken = []
-        for _ in range(3):  # the first one prepares the kernel
-            begin = time.process_time()
-            a @ b
-            taken.append(time.process_time() - begin)
-        return min(taken)
-
-    return seconds(torch.float16 if compute == "fp16" else torch.bfloat16) / max(seconds(torch.float32), 1e-6)
 
 
 def too_little_data(run: Run, data: Dataset) -> list[str]:

@@ -14,6 +14,7 @@ import phalanx as px
 from phalanx.calibration.bench_process import plan_of, small_run
 from phalanx.cli.output import visible
 from phalanx.dashboard.pictures import schedule_text
+from phalanx.host.probe import lacks_instructions
 from phalanx.launch.run_checks import format_notices
 from phalanx.schedules.makers import make
 from phalanx.schedules.timing import simulate
@@ -95,11 +96,21 @@ def test_a_wide_schedule_continues_below() -> None:
 
 def test_a_format_that_the_processor_lacks_is_reported() -> None:
     plan = plan_of(small_run((64, 1, 16, 1), "cpu", "bf16"))
-    (notice,) = format_notices(plan, lambda compute: 25.4)
-    assert 'precision.compute = "bf16"' in notice and "25 times as long as in fp32" in notice
-    assert format_notices(plan, lambda compute: 1.2) == []
-    assert format_notices(replace(plan, compute="fp32")) == []
-    assert all("fp16" in notice for notice in format_notices(replace(plan, compute="fp16")))  # measured, whatever it is
+    (notice,) = format_notices(plan, lambda compute: True)
+    assert 'precision.compute = "bf16": this CPU has no instructions for it' in notice
+    assert format_notices(plan, lambda compute: False) == format_notices(replace(plan, compute="fp32")) == []
+    cpus = {
+        "old": "fma avx2 avx512f",
+        "new": "avx2 avx512f avx512_bf16 amx_bf16 avx512_fp16",
+        "arm": "asimd asimdhp",
+        "unknown": "",
+    }
+    lacking = {
+        name: [form for form in ("bf16", "fp16", "fp8") if lacks_instructions(form, {"flags": flags})]
+        for name, flags in cpus.items()
+    }
+    assert lacking == {"old": ["bf16", "fp16", "fp8"], "new": ["fp8"], "arm": ["bf16", "fp8"], "unknown": ["fp8"]}
+    assert not lacks_instructions("fp32", {"flags": cpus["old"]})
 
 
 def test_public_names_are_listed_and_found() -> None:
