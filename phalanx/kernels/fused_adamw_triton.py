@@ -6,6 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+from phalanx.kernels.triton_access import load, store
+
 ELEMENT = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
@@ -69,27 +71,13 @@ def _update(
     WEIGHT: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     place = tl.arange(0, BLOCK)
-    value = _load(value_at + place, place < left, MASKED)
-    gradient = _load(gradient_at + place, place < left, MASKED) / scale
-    mean = beta1 * _load(mean_at + place, place < left, MASKED) + rest1 * gradient
-    square = beta2 * _load(square_at + place, place < left, MASKED) + rest2 * gradient * gradient
+    value = load(value_at + place, place < left, MASKED)
+    gradient = load(gradient_at + place, place < left, MASKED) / scale
+    mean = beta1 * load(mean_at + place, place < left, MASKED) + rest1 * gradient
+    square = beta2 * load(square_at + place, place < left, MASKED) + rest2 * gradient * gradient
     value = kept * value - size * mean / (tl.sqrt(square) / root + eps)
-    _store(value_at + place, value, place < left, MASKED)
-    _store(mean_at + place, mean, place < left, MASKED)
-    _store(square_at + place, square, place < left, MASKED)
+    store(value_at + place, value, place < left, MASKED)
+    store(mean_at + place, mean, place < left, MASKED)
+    store(square_at + place, square, place < left, MASKED)
     if WEIGHT is not None:
-        _store(weight_at + place, value, place < left, MASKED)
-
-
-@triton.jit
-def _load(at, inside, MASKED: tl.constexpr):
-    x = tl.load(at, mask=inside, other=0.0) if MASKED else tl.load(at)
-    return x.to(tl.float32)
-
-
-@triton.jit
-def _store(at, x, inside, MASKED: tl.constexpr):
-    if MASKED:
-        tl.store(at, x.to(at.dtype.element_ty), mask=inside)
-    else:
-        tl.store(at, x.to(at.dtype.element_ty))
+        store(weight_at + place, value, place < left, MASKED)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from phalanx.kernels.triton_access import load, store
+
 
 @triton.jit
 def gather_sum_kernel(
@@ -17,14 +19,10 @@ def gather_sum_kernel(
     total = tl.zeros((BLOCK,), dtype=tl.float32)
     for copy in tl.static_range(COPIES):
         place = tl.load(places + token * COPIES + copy).to(tl.int64) * width + column
-        total += _load(first + place, column < width, MASKED)
+        total += load(first + place, column < width, MASKED)
         if TWO:
-            total += _load(second + place, column < width, MASKED)
-    at = out + token * width + column
-    if MASKED:
-        tl.store(at, total.to(out.dtype.element_ty), mask=column < width)
-    else:
-        tl.store(at, total.to(out.dtype.element_ty))
+            total += load(second + place, column < width, MASKED)
+    store(out + token * width + column, total, column < width, MASKED)
 
 
 @triton.jit
@@ -37,9 +35,3 @@ def zero_unused_kernel(gradient, counts, each, stride, CHUNK: tl.constexpr, BLOC
         for first in range(0, CHUNK, BLOCK):
             place = begin + first + tl.arange(0, BLOCK)
             tl.store(gradient + expert * stride + place, zeros, mask=place < each)
-
-
-@triton.jit
-def _load(at, inside, MASKED: tl.constexpr):
-    x = tl.load(at, mask=inside, other=0.0) if MASKED else tl.load(at)
-    return x.to(tl.float32)

@@ -12,10 +12,10 @@ _BLOCK = 4096
 
 
 def scaled(x: Tensor, factor: Tensor) -> Tensor:
-    """x · factor in the dtype of x, computed in fp32."""
-    if launches_triton(x) and x.is_contiguous():
-        return _scaled(x, factor)
-    return (x.float() * factor).to(x.dtype)  # torch's product would round the factor to the dtype of x
+    """x · factor in the dtype of x. The factor keeps its own: on GPUs, torch's product rounds it to 16 bits where x has them."""
+    if x.dtype not in (torch.bfloat16, torch.float16):
+        return x * factor
+    return _scaled(x, factor) if launches_triton(x) and x.is_contiguous() else (x.float() * factor).to(x.dtype)
 
 
 @operation("scaled", mutates=())

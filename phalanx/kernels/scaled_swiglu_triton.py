@@ -6,6 +6,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from phalanx.kernels.triton_access import load, store
+
 
 @triton.jit
 def forward_kernel(
@@ -19,11 +21,11 @@ def forward_kernel(
     for first in range(0, width, BLOCK):
         column = first + tl.arange(0, BLOCK)[None, :]
         place = start + column
-        g = _load(gate + place, column < width, MASKED)
-        result = g * tl.sigmoid(g) * _load(up + place, column < width, MASKED)
+        g = load(gate + place, column < width, MASKED)
+        result = g * tl.sigmoid(g) * load(up + place, column < width, MASKED)
         if SCALED:
             result = result * scale
-        _store(inner + place, result, column < width, MASKED)
+        store(inner + place, result, column < width, MASKED)
 
 
 @triton.jit
@@ -40,29 +42,15 @@ def backward_kernel(
     for first in range(0, width, BLOCK):
         column = first + tl.arange(0, BLOCK)[None, :]
         place = start + column
-        d = _load(gradient + place, column < width, MASKED)
-        g = _load(gate + place, column < width, MASKED)
-        u = _load(up + place, column < width, MASKED)
+        d = load(gradient + place, column < width, MASKED)
+        g = load(gate + place, column < width, MASKED)
+        u = load(up + place, column < width, MASKED)
         share = tl.sigmoid(g)
         silu = g * share
         if SCALED:
             total += d * silu * u
             d = d * scale
-        _store(of_up + place, d * silu, column < width, MASKED)
-        _store(of_gate + place, d * u * (share + silu * (1.0 - share)), column < width, MASKED)
+        store(of_up + place, d * silu, column < width, MASKED)
+        store(of_gate + place, d * u * (share + silu * (1.0 - share)), column < width, MASKED)
     if SCALED:
         tl.store(of_scales + row, tl.sum(total, 1))
-
-
-@triton.jit
-def _load(at, inside, MASKED: tl.constexpr):
-    x = tl.load(at, mask=inside, other=0.0) if MASKED else tl.load(at)
-    return x.to(tl.float32)
-
-
-@triton.jit
-def _store(at, x, inside, MASKED: tl.constexpr):
-    if MASKED:
-        tl.store(at, x.to(at.dtype.element_ty), mask=inside)
-    else:
-        tl.store(at, x.to(at.dtype.element_ty))

@@ -48,10 +48,9 @@ def apply(
             for method in getattr(module, "recomputed", ()):
                 again = partial(checkpoint, getattr(module, method), use_reentrant=False, preserve_rng_state=False)
                 setattr(module, method, again)
-        if not routes_tokens(block) and together == 1:
-            block.forward = compiler.around(block.forward)
-            whole.append(name)
-        elif not routes_tokens(block):
+        if not routes_tokens(block):
+            if together == 1:  # otherwise `_join` compiles them
+                block.forward = compiler.around(block.forward)
             whole.append(name)
         elif hasattr(block, "attention_half"):
             # Routing counts tokens and depends on values: recomputed for a backward, it would compile to something else.
