@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+import unicodedata
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -130,7 +131,7 @@ class Started:
         try:
             code = self.process.wait(timeout)
         except subprocess.TimeoutExpired:
-            self.process.kill()
+            self._kill()
             pytest.fail(f"the command did not end within {timeout} s; {self.output()}")
         return self.output(code)
 
@@ -144,9 +145,18 @@ class Started:
             if self.process.poll() is not None:
                 pytest.fail(f"the command ended before {what}; {self.output(self.process.returncode)}")
             if time.monotonic() > deadline:
-                self.process.kill()
+                self._kill()
                 pytest.fail(f"waited {PATIENCE} s for {what}; {self.output()}")
             time.sleep(0.02)
+
+    def _kill(self) -> None:
+        self.process.kill()
+        self.process.wait()  # a process that nobody has waited for would be a warning in some later test
+
+
+def escaped(text: str) -> str:
+    """Text as a terminal is given it: control characters and others that cannot be printed are escapes."""
+    return "".join(repr(char)[1:-1] if unicodedata.category(char)[0] in "CZ" and char not in " \n\t" else char for char in text)
 
 
 def cmdline(process: psutil.Process) -> list[str]:

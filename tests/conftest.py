@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import os
 import shutil
+import signal
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
@@ -29,6 +30,11 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""
 # What somebody has measured on this machine must not decide what tests see.
 os.environ["XDG_CONFIG_HOME"] = tempfile.mkdtemp(prefix="phalanx-config-")
 atexit.register(shutil.rmtree, os.environ["XDG_CONFIG_HOME"], ignore_errors=True)
+# nohup ignores SIGHUP, and a script's background jobs ignore SIGINT. Programs inherit that from pytest, and the ones under test would never
+# get the signals that tests send. A handler that does nothing is not inherited: pytest ignores as it was told, what it starts does not.
+for _number in (signal.SIGHUP, signal.SIGINT):
+    if signal.getsignal(_number) == signal.SIG_IGN:
+        signal.signal(_number, lambda *_: None)
 
 
 FORKING = (

@@ -14,7 +14,7 @@ from typer import Argument, Option
 
 from phalanx.cli.lost_terminal import stopped_by_signals
 from phalanx.cli.options import AsJson
-from phalanx.cli.output import console, finish, follow_job
+from phalanx.cli.output import console, finish, follow_job, print_submission
 from phalanx.control.protocol import RESUMABLE
 from phalanx.dashboard.progress import display
 from phalanx.events.log import EventReader, launch_events
@@ -141,7 +141,7 @@ def _output(rundir: RunDir) -> Iterator[None]:
         while True:
             last = over.wait(_POLL)
             for line in reader.new():
-                print(line.text, flush=True)
+                print(line.text, file=console.file, flush=True)
             if last:
                 return
 
@@ -161,7 +161,8 @@ def _launch_as_job(run: Run, request: Request, *, dry_run: bool, json: bool) -> 
     name, on_slurm = _name(run), run.cluster.launcher == "slurm"
     if dry_run:
         directory = request.directory or Path("runs") / name
-        print(slurm.script(run, RunDir(directory)) if on_slurm else kubernetes.manifest(run, directory.name), end="")
+        text = slurm.script(run, RunDir(directory)) if on_slurm else kubernetes.manifest(run, directory.name)
+        print_submission(text, json)
         return 0
     api = None if on_slurm else kubernetes.open_api(run)
     rundir = choose_directory(run, name, request)

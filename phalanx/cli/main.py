@@ -17,7 +17,7 @@ import typer
 
 from phalanx._version import __version__
 from phalanx.cli.lost_terminal import flush_or_drop, tolerate_lost_readers
-from phalanx.cli.output import console, print_error, print_json
+from phalanx.cli.output import console, print_error, print_json, wants_json
 from phalanx.spec.errors import PhalanxError, RunError
 
 _VERBS = {
@@ -93,7 +93,7 @@ def _options(
 
 def main() -> None:
     words = sys.argv[1:]
-    console.stderr = "--json" in words  # standard output is for the program that reads it
+    console.stderr = wants_json()  # standard output is for the program that reads it
     tolerate_lost_readers(words[0] if words else "")
     try:
         _refuse_settings_as_options(words)
@@ -149,5 +149,5 @@ def _print_usage_error(error: Any) -> None:
     from typer import rich_utils
 
     rich_utils.rich_format_error(error)
-    if "--json" in sys.argv[1:]:
+    if wants_json():
         print_json({"error": [error.format_message()]})

@@ -73,6 +73,20 @@ def print_json(value: Mapping[str, object]) -> None:
     print(encoding.dumps(value), flush=True)
 
 
+def wants_json() -> bool:
+    """Whether the command line asks for JSON on standard output. Words after -- belong to another program."""
+    words = sys.argv[1:]
+    return "--json" in (words[: words.index("--")] if "--" in words else words)
+
+
+def print_submission(text: str, json: bool) -> None:
+    """Prints the batch script or the manifests that a command without --dry-run would submit."""
+    if json:
+        print_json({"submission": text})
+    else:
+        print(text, end="")
+
+
 def finish(json: bool, result: Mapping[str, object], passed: bool = True) -> None:
     """Ends a verb: prints its result for programs if --json asks for it, and exits with 1 if what it checks has failed."""
     if json:
@@ -110,7 +124,7 @@ def print_error(error: PhalanxError) -> None:
     problems = error.problems if isinstance(error, RunError) else (str(error),)
     for problem in problems:
         print(f"error: {problem}", file=sys.stderr)
-    if "--json" in sys.argv[1:]:
+    if wants_json():
         print_json({"error": list(problems)})
 
 

@@ -15,7 +15,7 @@ from typer import Option
 
 from phalanx.cli.lost_terminal import stopped_by_signals
 from phalanx.cli.options import AsJson, Hosts, Overrides, RunFile, launcher_settings
-from phalanx.cli.output import console, finish, follow_job, print_error, print_json, print_summary
+from phalanx.cli.output import console, finish, follow_job, print_error, print_json, print_submission, print_summary
 from phalanx.control.protocol import NOT_SAVED, RESUMABLE, stop_code
 from phalanx.dashboard.data_tables import tokenizing
 from phalanx.dashboard.progress import display
@@ -23,7 +23,7 @@ from phalanx.events.log import EventLog, EventReader
 from phalanx.events.records import Event
 from phalanx.events.rundir import RunDir
 from phalanx.faults.grammar import Fault, check, expand_random, format_faults, parse
-from phalanx.host.env import torchrun_place
+from phalanx.host.env import torchrun_place, torchrun_store
 from phalanx.host.probe import this_machine
 from phalanx.launch.job import Job, first_events
 from phalanx.launch.launcher import SubmittedJob
@@ -150,7 +150,7 @@ def _train_on_slurm(run: Run, name: str, request: Request, *, dry_run: bool, jso
     from phalanx.launch import slurm
 
     if dry_run:
-        print(slurm.script(run, RunDir(request.directory or Path("runs") / name)), end="")
+        print_submission(slurm.script(run, RunDir(request.directory or Path("runs") / name)), json)
         return 0
     rundir = choose_directory(run, name, request)
     rundir.release()  # node 0 of the job locks it
@@ -163,7 +163,7 @@ def _train_on_kubernetes(run: Run, name: str, request: Request, *, dry_run: bool
     from phalanx.launch import kubernetes
 
     if dry_run:
-        print(kubernetes.manifest(run, (request.directory or Path(name)).name), end="")
+        print_submission(kubernetes.manifest(run, (request.directory or Path(name)).name), json)
         return 0
     api = kubernetes.open_api(run)
     rundir = choose_directory(run, name, request)
@@ -217,7 +217,12 @@ def _train_under_torchrun(place: Place, run_file: Path, overrides: list[str], re
         time.sleep(_TORCHRUN_STOPS)  # every rank has the same error: rank 0 reports it, and torchrun ends the others
         return 2
     device = run.cluster.device or ("cuda" if this_machine().gpus else "cpu")
-    mesh = connect(place, device, run.resilience.timeout)
+    try:
+        mesh = connect(place, device, run.resilience.timeout)
+    except torch.distributed.DistNetworkError as error:
+        if "EADDRINUSE" not in str(error):
+            raise
+        raise RunError(_port_in_use()) from None
     broadcast = mesh.slow_broadcast(_PREPARATION_TIMEOUT)
     prepared: Prepared | None = None
     problems: tuple[str, ...] = ()
@@ -254,6 +259,15 @@ def _train_under_torchrun(place: Place, run_file: Path, overrides: list[str], re
         if json:
             print_json(summary.to_json(rundir.path))
     return code
+
+
+def _port_in_use() -> str:
+    """Why rank 0 cannot open the store at which torchrun has told the ranks to meet."""
+    host, port = torchrun_store()
+    return (
+        f"MASTER_PORT = {port}: another process uses this port of {host}, so that the ranks cannot meet there: start them with "
+        "`torchrun --standalone`, which finds a free port, name another with --master-port, or end that process."
+    )
 
 
 def _show_start(prepared: Prepared) -> Callable[[Event], None]:

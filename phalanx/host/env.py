@@ -25,6 +25,11 @@ def torchrun_place() -> Place | None:
     )
 
 
+def torchrun_store() -> tuple[str, str]:
+    """Host and port at which torchrun has told the ranks to meet."""
+    return os.environ.get("MASTER_ADDR", "localhost"), os.environ.get("MASTER_PORT", "29500")
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodePlace:
     """One host's place in a job that an engine has started, one process per host."""

@@ -205,7 +205,7 @@ def test_problems_are_printed_as_json(refuse: Refuse, capfd: pytest.CaptureFixtu
             capture_output=True,
             text=True,
         )
-    problems = json.loads(done.stdout.splitlines()[-1])["error"]
+    problems = json.loads(done.stdout)["error"]
     assert [line for line in done.stderr.splitlines()] == [f"error: {problem}" for problem in problems]
     assert len(problems) == 2
 
@@ -272,7 +272,8 @@ def test_run_directory_that_cannot_be_made_is_refused(refuse: Refuse, path: str)
 
 
 def test_run_directory_that_is_a_file_is_refused(refuse: Refuse, workshop: Workshop) -> None:
-    refuse("train", "tiny.toml", "--run-dir", "text/0.txt", parts=("--run-dir text/0.txt", "file"))
+    refuse("train", "tiny.toml", "--run-dir", "tiny.toml", parts=("--run-dir tiny.toml", "file"))
+    refuse("train", "tiny.toml", "--run-dir", "text/0.txt", parts=("text/0.txt is inside text (data.paths)", "--run-dir"))
     (workshop.path / "runs").write_text("not a directory")
     refuse("train", "tiny.toml", parts=("runs/tiny", "--run-dir"))
 
@@ -378,7 +379,7 @@ def test_invalid_device_for_generate_is_refused(refuse: Refuse, run: Path, monke
         (["train", "tiny.toml", "train.steps=-1"], (b"train.steps = -1",)),
         (["train", "tinny.toml"], (b"tinny.toml",)),
         (["train", "tiny.toml", b"data.paths=\xff.txt"], (b"data.paths", b"Unicode")),
-        (["train", "tiny.toml", "--run-dir", "text/0.txt"], (b"--run-dir text/0.txt",)),
+        (["train", "tiny.toml", "--run-dir", "tiny.toml"], (b"--run-dir tiny.toml",)),
         (["generate", "text", "x"], (b"text has no checkpoint",)),
     ],
 )

@@ -1,18 +1,16 @@
 from __future__ import annotations
 
-import json
-
 import pytest
 import typer
+from commands import InProcess
 
 from phalanx.cli.list_cmd import clusters
 from phalanx.planning.machines.catalogue import KINDS, entries
 
 
-def test_clusters_lists_the_catalogue(capsys: pytest.CaptureFixture[str]) -> None:
-    clusters(json=True)
-    *shown, last = capsys.readouterr().out.splitlines()
-    listed = json.loads(last)
+def test_clusters_lists_the_catalogue(here: InProcess) -> None:
+    ended = here("clusters", "--json")
+    listed, shown = ended.json, ended.err.splitlines()
     assert listed.keys() == KINDS.keys()
     for kind in KINDS:
         assert listed[kind].keys() == entries(kind).keys()
@@ -25,9 +23,8 @@ def test_clusters_help_is_complete() -> None:
     assert clusters.__doc__ is not None and "[" not in clusters.__doc__
 
 
-def test_clusters_lists_one_kind(capsys: pytest.CaptureFixture[str]) -> None:
-    clusters(kind="links")
-    out = capsys.readouterr().out
+def test_clusters_lists_one_kind(here: InProcess) -> None:
+    out = here("clusters", "links").out
     assert "ib-ndr" in out and "h100-16384" not in out
     with pytest.raises(typer.BadParameter):
         clusters(kind="planets")

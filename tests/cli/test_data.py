@@ -45,7 +45,7 @@ steps = 30
 
 @pytest.fixture
 def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Command:
-    """The command in this process, in a folder of its own; its object and what it printed, or what it complains about."""
+    """The command in this process, in a folder of its own; its object and what it shows a person, or what it complains about."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
 
@@ -56,10 +56,7 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Captu
         out, err = capfd.readouterr()
         assert leaving.value.code == code, out + err
         assert "Traceback" not in err
-        if code:
-            return {}, err
-        *printed, last = out.splitlines()
-        return json.loads(last), "\n".join(printed)
+        return {} if code else json.loads(out), err
 
     return run
 

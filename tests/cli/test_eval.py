@@ -40,7 +40,7 @@ def command(
         out, err = capfd.readouterr()
         assert leaving.value.code == code, out + err
         assert "Traceback" not in err
-        return json.loads(out.splitlines()[-1]) if code == 0 else err
+        return json.loads(out) if code == 0 else err
 
     return run
 

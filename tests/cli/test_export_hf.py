@@ -118,7 +118,5 @@ def test_export_check_option_compares_logits(workshop: Workshop, finished: Finis
     file = tmp_path / "said"
     ReferenceLogits(torch.arange(8), torch.arange(8), torch.randn(8, 257), "fp32").write(file)
     ended = workshop.run("export", run.path, "out", "--check", file, "--json")
-    assert ended.code == 1 and "differs from the model in training" in json.loads(ended.shown.splitlines()[-1])["error"][0], (
-        ended
-    )
+    assert ended.code == 1 and "differs from the model in training" in ended.json["error"][0], ended
     assert not (workshop.path / "out").exists()

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from commands import FinishedRuns, Workshop
+from commands import FinishedRuns, Workshop, escaped
 
 from phalanx.cli.main import main
 
@@ -42,11 +42,11 @@ def test_generate_command(finished: FinishedRuns) -> None:
 
 def test_generate_json(generate: Generate) -> None:
     plain = generate("ranks-2", "def ", "--tokens", 20, "--seed", 3)
-    answer = json.loads(generate("ranks-2", "def ", "--tokens", 20, "--seed", 3, "--json").splitlines()[-1])
+    answer = json.loads(generate("ranks-2", "def ", "--tokens", 20, "--seed", 3, "--json"))
     assert answer["prompt"] == "def " and 1 <= answer["tokens"] <= 20
     assert (answer["step"], answer["damaged"]) == (8, [])
     assert answer["checkpoint"] == "ranks-2/checkpoints/step-00000008"
-    assert plain == f"def {answer['text']}\n"
+    assert plain == f"def {escaped(answer['text'])}\n"
 
 
 def test_generate_is_reproducible_by_seed(generate: Generate) -> None:

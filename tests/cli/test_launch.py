@@ -125,6 +125,13 @@ def test_every_rank_gets_the_variables_of_torchrun(workshop: Workshop) -> None:
     assert workshop.run("status", "run", "--json").json["state"] == "finished"
 
 
+def test_words_after_two_dashes_are_the_programs(workshop: Workshop) -> None:
+    plain = workshop.run("launch", "--", "echo", "--json")
+    assert (plain.code, plain.err) == (0, "") and "--json" in plain.out.splitlines(), plain
+    asked = workshop.run("launch", "--json", "--", "echo", "hello")
+    assert asked.json["exit_code"] == 0 and "hello" in asked.err.splitlines(), asked
+
+
 @pytest.mark.slow
 def test_ddp_script_survives_a_kill_with_the_same_result(workshop: Workshop) -> None:
     options = ["launch", "--ranks-per-node", "2", "--json"]
@@ -254,5 +261,7 @@ def test_invalid_launches_are_refused(workshop: Workshop) -> None:
     assert refused.code == 2 and "start it with `phalanx launch --run-file command.toml`" in refused.err
     done = workshop.run("launch", "--run-file", "command.toml")
     assert done.code == 0, done
-    script = workshop.run("launch", "--on", "slurm", "--nodes", "3", "--dry-run", "--", "python", "train.py")
-    assert script.code == 0 and "#SBATCH --nodes=3\n" in script.shown, script
+    words = ("--on", "slurm", "--nodes", "3", "--dry-run")
+    script = workshop.run("launch", *words, "--", "python", "train.py")
+    assert script.code == 0 and "#SBATCH --nodes=3\n" in script.out, script
+    assert workshop.run("launch", *words, "--json", "--", "python", "train.py").json == {"submission": script.out}

@@ -49,9 +49,9 @@ def run_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 def test_simulate_a_run(run_file: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     words = (run_file, "--days", "30", "--runs", "4", "--spares", "2", "--maintenance", "7d/1h", "--png", "run.png", "--json")
     assert call(monkeypatch, *words) == 0
-    shown = capsys.readouterr().out
+    out, shown = capsys.readouterr()
     assert "256 ranks on 32 nodes, 2 spare" in shown and "where the time goes" in shown and "maintenance" in shown
-    found: dict[str, Any] = json.loads(shown.splitlines()[-1])
+    found: dict[str, Any] = json.loads(out)
     assert found["runs"] == 4 and found["nodes"] == 34 and found["spares"] == 2 and found["simulated_days"] <= 30
     assert 0.9 < found["goodput_p10"] <= found["goodput"] <= found["goodput_p90"] <= 1.0
     assert found["layout"]["schedule"] == "zbv" and sum(found["spent"].values()) == pytest.approx(1.0)
@@ -60,14 +60,14 @@ def test_simulate_a_run(run_file: str, monkeypatch: pytest.MonkeyPatch, capsys: 
     goodputs = []
     for seed in ("0", "7"):
         assert call(monkeypatch, *words[:9], "--quick", "--json", "--seed", seed) == 0
-        goodputs.append(json.loads(capsys.readouterr().out.splitlines()[-1])["goodput"])
+        goodputs.append(json.loads(capsys.readouterr().out)["goodput"])
     assert goodputs[0] == found["goodput"] != goodputs[1]
 
 
 def test_simulate_a_step(run_file: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert call(monkeypatch, run_file, "--step", "--png", "step.png", "--trace", "step.json", "--json") == 0
-    shown = capsys.readouterr().out
-    found = json.loads(shown.splitlines()[-1])
+    out, shown = capsys.readouterr()
+    found = json.loads(out)
     assert "zbv: 8 stages on 4 pipeline ranks, 32 micro-batches" in shown
     assert set(found["exposed"]) == {"tensor", "pipeline", "data"} and found["exposed"]["tensor"] == found["split"]["tensor"]
     assert found["seconds"] == pytest.approx(sum(found["split"].values())) and found["promised"] == pytest.approx(

@@ -126,7 +126,7 @@ def test_tokenize_refuses_invalid_sources(
     out, err = capfd.readouterr()
     assert leaving.value.code == 2
     assert "Traceback" not in err
-    assert said in json.loads(out.splitlines()[-1])["error"][0]
+    assert said in json.loads(out)["error"][0]
     assert any(line.startswith("error: ") and said in line for line in err.splitlines())
     assert {path.name for path in tmp_path.iterdir()} <= {*files, "out"}
     assert name == "broken lines" or not (tmp_path / "out").exists()

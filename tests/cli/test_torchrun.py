@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import sys
 from pathlib import Path
 
@@ -42,4 +43,21 @@ def test_torchrun_reports_an_error_once(workshop: Workshop, override: str, parts
     (problem,) = [line for line in ended.err.splitlines() if line.startswith("error: ")]
     assert all(part in problem for part in parts)
     assert "phalanx/cli" not in ended.err, "a traceback of ours"
+    assert not (workshop.path / "runs").exists()
+
+
+def test_a_port_in_use_is_named(workshop: Workshop) -> None:
+    """Where rank 0 opens the store itself, as torchrun's etcd rendezvous has it: torchrun is not asked here, only its variables are set."""
+    with socket.create_server(("", 0)) as taken:
+        port = taken.getsockname()[1]
+        place = {"TORCHELASTIC_RUN_ID": "none", "RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
+        store = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        program = [sys.executable, "-m", "phalanx"]
+        ended = workshop.run("train", "tiny.toml", "--json", program=program, env=ENV | place | store)
+    assert ended.code == 2 and "Traceback" not in ended.err, ended
+    (problem,) = ended.json["error"]
+    assert (
+        problem.startswith(f"MASTER_PORT = {port}: another process uses this port of 127.0.0.1") and "--standalone" in problem
+    )
+    assert f"error: {problem}\n" in ended.err
     assert not (workshop.path / "runs").exists()

@@ -229,7 +229,7 @@ def test_token_files_inside_the_text_are_refused(named: str, tmp_path: Path, mon
         cached_token_files(data, data, open_tokenizer("byte"))
     assert sorted(path.name for path in Path().iterdir()) == ["a.jsonl", "link"]
     for _ in range(2):  # hidden names are never read
-        assert make(Path(".shown"), paths=(named,)).documents == len(TEXTS)
+        assert make(Path(".out"), paths=(named,)).documents == len(TEXTS)
     assert make(Path("out"), paths=("a.jsonl",)).documents == len(TEXTS)
 
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -138,13 +139,22 @@ def test_a_pool_that_dies_is_reported() -> None:
         pool.alone(killing_the_pool)
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Ctrl-C interrupts this process, also where pytest runs in the background and would ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_ends_the_ranks(tmp_path: Path) -> None:
     def interrupt() -> None:
         while not all((tmp_path / str(rank)).exists() for rank in range(2)):
             time.sleep(0.05)
         os.kill(os.getpid(), signal.SIGINT)
 
-    threading.Thread(target=interrupt).start()
+    threading.Thread(target=interrupt, daemon=True).start()
     with pytest.raises(KeyboardInterrupt), PoolProcess(2) as pool:
         pool.run(stuck, TWO, tmp_path / "flag")
     ranks = [int((tmp_path / str(rank)).read_text()) for rank in range(2)]
