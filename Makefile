@@ -8,7 +8,7 @@ RUN := runs/quickstart-$(shell date +%Y%m%d-%H%M%S)
 # Tests start hundreds of processes: what they import is compiled once, not by each of them.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup quickstart test test-slow test-clusters test-soak lint types contracts tests bench planner-accuracy planner-fit docs clean
+.PHONY: setup quickstart test test-slow test-clusters test-soak lint types contracts tests bench planner-accuracy planner-fit docs readme clean
 
 setup: $(STAMP)
 
@@ -76,6 +76,10 @@ docs: setup
 	$(BIN)/python docs/make_run_file.py
 	$(BIN)/python docs/make_protocol.py
 	$(BIN)/python docs/make_history.py
+
+# The outputs that the README shows, where they are no longer what its commands print.
+readme: setup
+	$(BIN)/python docs/make_readme.py
 
 clean:
 	rm -rf .venv build *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,13 +28,18 @@ PAGES = sorted((ROOT / "docs").glob("*.md"))
 COMMAND = re.compile(r"^(?:    )?(?:\$ )?phalanx (?:train|verify|plan|rehearse|simulate) (examples/\S+\.toml)(.*)$", re.M)
 
 
-@pytest.mark.parametrize(("script", "page"), [("make_run_file", "run-file"), ("make_protocol", "protocol")])
-def test_references_are_up_to_date(script: str, page: str) -> None:
+def module(script: str) -> Any:
+    """A script of docs/, which is no package."""
     spec = importlib.util.spec_from_file_location(script, ROOT / "docs" / f"{script}.py")
     assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    assert (ROOT / "docs" / f"{page}.md").read_text() == module.text(), "run `make docs`"
+    loaded = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(loaded)
+    return loaded
+
+
+@pytest.mark.parametrize(("script", "page"), [("make_run_file", "run-file"), ("make_protocol", "protocol")])
+def test_references_are_up_to_date(script: str, page: str) -> None:
+    assert (ROOT / "docs" / f"{page}.md").read_text() == module(script).text(), "run `make docs`"
 
 
 def test_the_run_files_in_the_readme_and_the_examples_are_valid() -> None:
@@ -111,3 +117,43 @@ def test_the_example_program_runs(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert "step 4: loss" in done.stdout and "held-out loss" in done.stdout and "saved" in done.stdout
+
+
+OUTPUTS = module("make_readme")
+BLOCKS = OUTPUTS.blocks()
+
+
+@pytest.mark.parametrize(
+    "command", [pytest.param(command, marks=[pytest.mark.slow] * OUTPUTS.is_measured(command)) for command in BLOCKS]
+)
+def test_a_command_of_the_readme_prints_what_is_shown(command: str) -> None:
+    """To the digit what it computes; of what it measures only the words."""
+    assert OUTPUTS.renewed(command, BLOCKS[command]) == BLOCKS[command], "run `make readme`"
+
+
+def test_the_mistakes_of_the_readme_are_reported_as_shown(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text(
+        '[model]\npreset = "tiny-dense"\n[train]\nlearning_rate = 1e-3\nsequence_length = 256\nsteps = 2000\neval_every = 200\n'
+        "eval_sequences = 8\nbatch = 3\n[layout]\ndata = 2\n"
+    )
+    command = [sys.executable, "-m", "phalanx", "train", "run.toml"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    shown = "".join(re.findall(r"^error: run\.toml.*\n", README, re.M))
+    assert (done.returncode, done.stderr) == (2, shown) and shown.count("\n") == 2
+
+
+def test_outputs_are_compared_line_by_line() -> None:
+    """Of an excerpt, what stands after lines that are left out is found by its first line."""
+    printed = ["a 1", "b 2.50 s", "c", "b 3 min 4 s", "d end"]
+    for shown, found in (
+        (["a 1", "…"], ["a 1", "…"]),
+        (["a 9", "…", "c", "b 1 s", "…"], ["a 1", "…", "c", "b 3 min 4 s", "…"]),
+        (["…", "d end"], ["…", "d end"]),
+        (["a 1", "b …", "c", "…"], ["a 1", "b …", "c", "…"]),
+        (["a 1"], printed),
+        (["…", "e"], None),
+    ):
+        assert OUTPUTS.excerpt(shown, printed) == found, shown
+    assert OUTPUTS.compared("phalanx plan x", "step 1") != OUTPUTS.compared("phalanx plan x", "step 2")
+    assert OUTPUTS.compared("phalanx train x", "step 1") == OUTPUTS.compared("phalanx train x", "step  22")
+    assert OUTPUTS.compared("phalanx train x", "eta 1 min 10 s") == OUTPUTS.compared("phalanx train x", "eta 44 ms")

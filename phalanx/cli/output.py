@@ -1,4 +1,4 @@
-"""Output of every verb: the console, the JSON object on the last line, files, errors, and the end of a run."""
+"""Output of every verb: the console, the JSON object of --json, files, errors, and the end of a run."""
 
 from __future__ import annotations
 

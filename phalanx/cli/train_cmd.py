@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from typer import Option
@@ -32,6 +32,9 @@ from phalanx.spec.errors import PhalanxError, RunError, RunFailed, refuse
 from phalanx.spec.load import load
 from phalanx.spec.plan import Place
 from phalanx.spec.run import Run
+
+if TYPE_CHECKING:
+    from phalanx.parallel.mesh import Mesh
 
 _PREPARATION_TIMEOUT = 7 * 86400.0  # seconds that the other ranks wait for rank 0, which may tokenize a large corpus
 _NOT_SAVED = (
@@ -206,7 +209,7 @@ def _train_under_torchrun(place: Place, run_file: Path, overrides: list[str], re
     result or its problems."""
     import torch
 
-    from phalanx.parallel.mesh import connect, disconnect
+    from phalanx.parallel.mesh import disconnect
     from phalanx.worker.rank import RankProgram, StopSignals
 
     try:
@@ -216,13 +219,7 @@ def _train_under_torchrun(place: Place, run_file: Path, overrides: list[str], re
             raise
         time.sleep(_TORCHRUN_STOPS)  # every rank has the same error: rank 0 reports it, and torchrun ends the others
         return 2
-    device = run.cluster.device or ("cuda" if this_machine().gpus else "cpu")
-    try:
-        mesh = connect(place, device, run.resilience.timeout)
-    except torch.distributed.DistNetworkError as error:
-        if "EADDRINUSE" not in str(error):
-            raise
-        raise RunError(_port_in_use()) from None
+    mesh = _meet(place, run)
     broadcast = mesh.slow_broadcast(_PREPARATION_TIMEOUT)
     prepared: Prepared | None = None
     problems: tuple[str, ...] = ()
@@ -261,13 +258,23 @@ def _train_under_torchrun(place: Place, run_file: Path, overrides: list[str], re
     return code
 
 
-def _port_in_use() -> str:
-    """Why rank 0 cannot open the store at which torchrun has told the ranks to meet."""
-    host, port = torchrun_store()
-    return (
-        f"MASTER_PORT = {port}: another process uses this port of {host}, so that the ranks cannot meet there: start them with "
-        "`torchrun --standalone`, which finds a free port, name another with --master-port, or end that process."
-    )
+def _meet(place: Place, run: Run) -> Mesh:
+    """Joins the other ranks where torchrun has told them to meet. Raises RunError if another process uses the port."""
+    from torch.distributed import DistNetworkError
+
+    from phalanx.parallel.mesh import connect
+
+    device = run.cluster.device or ("cuda" if this_machine().gpus else "cpu")
+    try:
+        return connect(place, device, run.resilience.timeout)
+    except DistNetworkError as error:
+        if "EADDRINUSE" not in str(error):
+            raise
+        host, port = torchrun_store()
+        raise RunError(
+            f"MASTER_PORT = {port}: another process uses this port of {host}, so that the ranks cannot meet there: start them with "
+            "`torchrun --standalone`, which finds a free port, name another with --master-port, or end that process."
+        ) from None
 
 
 def _show_start(prepared: Prepared) -> Callable[[Event], None]:
