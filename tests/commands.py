@@ -110,6 +110,11 @@ class Ended:
         """What a person reads: with --json it goes to standard error, otherwise most of it to standard output."""
         return self.err + self.out
 
+    @property
+    def complaints(self) -> list[str]:
+        """Lines of standard error that are an error or a warning, or begin a traceback."""
+        return [line for line in self.err.splitlines() if line.lower().startswith(("error", "warning", "traceback"))]
+
     def __str__(self) -> str:
         return f"exit code {self.code}\n--- stdout\n{self.out}\n--- stderr\n{self.err}"
 
@@ -212,7 +217,7 @@ class Workshop:
         """Train to the end, without errors or warnings."""
         ended = self.run("train", self.run_file.name, *arguments, "--json", env=env)
         assert ended.code == 0, ended
-        assert not any(line.lower().startswith(("error", "warning", "traceback")) for line in ended.err.splitlines()), ended
+        assert not ended.complaints, ended
         return ended
 
     def events(self, run_dir: str | Path = "runs/tiny") -> list[Event]:

@@ -3,6 +3,7 @@ of a step, started by torchrun; what they say was applied; and what can be done 
 
 from __future__ import annotations
 
+import re
 import shutil
 import signal
 import sys
@@ -276,12 +277,13 @@ def test_checkpoint_of_eight_ranks_generates_and_exports_like_one_rank(straight:
     workshop.train(*SHAPE, *EIGHT, "--run-dir", "eight")
     texts, logits = [], []
     for run in ("eight", plain):
+        used = re.compile(rf"using step \d+ \({run}/checkpoints/step-\d+\)\n")
         ended = workshop.run("generate", run, "the rank ", "--tokens", "20", "--temperature", "0")
-        assert (ended.code, ended.err) == (0, ""), ended
-        texts.append(ended.shown)
+        assert ended.code == 0 and used.fullmatch(ended.err), ended
+        texts.append(ended.out)
         shutil.rmtree(workshop.path / f"hf-{run}", ignore_errors=True)
         ended = workshop.run("export", run, f"hf-{run}")
-        assert (ended.code, ended.err) == (0, ""), ended
+        assert ended.code == 0 and used.fullmatch(ended.err), ended
         for path in (run, f"hf-{run}"):
             opened = open_model(workshop.path / path, "cpu")
             words = torch.tensor([[int(token) for token in opened.tokenizer.encode("a shard sends the loss and waits")]])
