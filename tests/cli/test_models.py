@@ -1,18 +1,13 @@
 from __future__ import annotations
 
-import json
+from commands import InProcess
 
-import pytest
-
-from phalanx.cli.list_cmd import models
 from phalanx.spec.model import PRESETS
 
 
-def test_models_are_listed_with_what_they_cost(capsys: pytest.CaptureFixture[str]) -> None:
-    models(json=True)
-    printed = capsys.readouterr()
-    shown = printed.out + printed.err
-    rows = {row["name"]: row for row in json.loads(printed.out)["models"]}
+def test_models_are_listed_with_what_they_cost(here: InProcess) -> None:
+    ended = here("models", "--json")
+    rows = {row["name"]: row for row in ended.json["models"]}
     assert rows.keys() == PRESETS.keys()
     mixtral = rows["mixtral-8x7b"]
     assert mixtral == {
@@ -29,6 +24,6 @@ def test_models_are_listed_with_what_they_cost(capsys: pytest.CaptureFixture[str
     # Six per active weight but the embedding's, 12 · layers · width · sequence of attention; norms multiply nothing.
     matrices = mixtral["active"] - 32000 * 4096 - 65 * 4096
     assert mixtral["flops_per_token"] == 6 * matrices + 12 * 32 * 4096 * 32768
-    line = next(line for line in shown.splitlines() if "mixtral-8x7b" in line)
+    line = next(line for line in ended.err.splitlines() if "mixtral-8x7b" in line)
     for words in ("46.7B", "12.9B", " 32 ", "4,096", "32,768", "32,000"):
         assert words in line.replace(" B", "B"), line
