@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 class Accelerator:
@@ -93,6 +93,15 @@ class Accelerator:
         return lambda: tensor
 
     # Order and time.
+
+    def record(self, module: nn.Module, inputs: tuple[Tensor, ...], pool: Any = None) -> Callable[..., Any] | None:
+        """Record forward and backward of a module as graphs of the device. Returns what replays them with other values of the inputs, as an operation
+        that autograd knows; None where devices have no graphs. `pool`: memory of other records, of which none is in use at the same time."""
+        return None
+
+    def record_pool(self) -> Any:
+        """Memory that records can share; None where devices have no graphs."""
+        return None
 
     def synchronize(self, device: torch.device | None = None) -> None:
         """Wait until the device has done everything that was begun."""
@@ -182,6 +191,15 @@ class Cuda(Accelerator):
             return host
 
         return read
+
+    def record(self, module: nn.Module, inputs: tuple[Tensor, ...], pool: Any = None) -> Callable[..., Any] | None:
+        # The nodes that receive gradients are made while recording and belong to its stream: replays wait for that stream, which is idle.
+        torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
+        # One warm-up: whatever is done once per process was done by the steps before. Frozen parameters have no gradient.
+        return torch.cuda.make_graphed_callables(module, inputs, num_warmup_iters=1, allow_unused_input=True, pool=pool)
+
+    def record_pool(self) -> Any:
+        return torch.cuda.graph_pool_handle()
 
     def synchronize(self, device: torch.device | None = None) -> None:
         torch.cuda.synchronize(device)

@@ -8,7 +8,7 @@ compiled code, which takes only shapes that do not change, sees one operation wi
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -30,7 +30,7 @@ class DocumentSpans:
     """Where the documents of a batch are."""
 
     bounds: Tensor
-    """[B · S + 1], int32, on the device: the first position of each document in the flattened batch, then its end. The rest is not used."""
+    """[B · S + 1], int32, on the device: the first position of each document in the flattened batch, then its end, up to the last element."""
     runs: Tensor
     """[B, 6], on the host: consecutive rows that are all whole, or all not. See `Run`; the rest is zeros."""
 
@@ -41,9 +41,8 @@ class DocumentSpans:
         begins = np.ones((rows, length), dtype=bool)
         begins[:, 1:] = documents_BS[:, 1:] != documents_BS[:, :-1]
         flat = np.flatnonzero(begins)
-        bounds = np.zeros(rows * length + 1, dtype=np.int32)
+        bounds = np.full(rows * length + 1, rows * length, dtype=np.int32)
         bounds[: len(flat)] = flat
-        bounds[len(flat)] = rows * length
         counts = begins.sum(axis=1)
         lengths = np.diff(bounds[: len(flat) + 1])
         runs = np.zeros((rows, 6), dtype=np.int64)
@@ -53,6 +52,17 @@ class DocumentSpans:
             longest = int(lengths[document : document + documents].max())
             runs[number] = (first, last - first, documents == last - first, document, documents, longest)
         return DocumentSpans(torch.from_numpy(bounds), torch.from_numpy(runs))
+
+    @property
+    def documents(self) -> int:
+        return int(self.runs[:, 4].sum())
+
+    def padded(self, documents: int, length: int) -> DocumentSpans:
+        """The same documents, followed by empty ones up to this number: nothing that the host knows depends on the batch. A little slower."""
+        rows = len(self.runs)
+        runs = torch.zeros_like(self.runs)
+        runs[0] = torch.tensor(Run(row=0, rows=rows, whole=0, document=0, documents=documents, longest=length))
+        return replace(self, runs=runs)
 
 
 class Run(NamedTuple):

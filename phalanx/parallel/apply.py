@@ -50,7 +50,13 @@ def apply(parts: list[nn.Module], run: Run, plan: Plan, mesh: Mesh, recipe: Reci
     engine = _engine(parts, shards, run, plan, mesh, recipe)
     applied["data"] = engine.applied()
     placed = ShardedModel(
-        parts, mesh, engine, loss, residual=residual_dtype(run, plan, mesh), is_local_sgd=run.optimizer.sync_every > 1
+        parts,
+        mesh,
+        engine,
+        loss,
+        residual=residual_dtype(run, plan, mesh),
+        is_local_sgd=run.optimizer.sync_every > 1,
+        graphed=_graphed(run, plan, mesh),
     )
     if recipe.schedule is not None:
         whole = recipe.schedule.splits_backward and run.memory.recompute == "selective"
@@ -62,6 +68,8 @@ def apply(parts: list[nn.Module], run: Run, plan: Plan, mesh: Mesh, recipe: Reci
         applied["pipeline"] = f"{recipe.schedule.name}, {many}; {stages}{note}"
         if recipe.tied is not None and (ends := tied_group(mesh, recipe.schedule)) is not None:
             placed.tied[recipe.tied] = ends
+    if placed.graphed:
+        applied["cuda_graphs"] = "forward and backward of a micro-batch are replayed"
     placed.applied = {technique: words for technique, words in applied.items() if words is not None}
     return placed
 
@@ -83,6 +91,18 @@ def transform(parts: list[nn.Module], run: Run, plan: Plan, mesh: Mesh) -> dict[
     if memory.activations == "cpu":
         applied["activations"] = activations.apply(parts, mesh.device)
     return applied
+
+
+def _graphed(run: Run, plan: Plan, mesh: Mesh) -> bool:
+    """Whether a micro-batch is replayed as CUDA graphs: by default on one GPU where blocks are so small that the host is slower than the device. With
+    several ranks, gradients would all be sent at the end."""
+    if not accelerator.of(mesh.device).asynchronous:
+        return False
+    if run.memory.cuda_graphs is None:
+        return (
+            bool(run.memory.compile) and mesh.ranks == 1 and plan.compute != "fp8" and _compiled_together(run, plan, mesh) > 1
+        )
+    return run.memory.cuda_graphs
 
 
 def _compiled_together(run: Run, plan: Plan, mesh: Mesh) -> int:

@@ -145,6 +145,8 @@ class ShardedModel:
     """Parameters of which two stages hold a copy, and the ranks that do."""
     is_local_sgd: bool = False
     """Whether replicas take steps of their own and synchronize every few steps (DiLoCo)."""
+    graphed: bool = False
+    """Whether forward and backward of a micro-batch are replayed as CUDA graphs."""
     step_group: Group = field(init=False)
     """The ranks that take a step together."""
     _partial: dict[tuple[str, ...], Group] = field(default_factory=dict)

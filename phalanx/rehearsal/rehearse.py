@@ -185,7 +185,7 @@ def resolved(run: Run, plan: Plan) -> Run:
     if recompute == "none" and _stores_as_compiled(run, plan):
         recompute = "selective"
     offload = "none" if memory.offload == "auto" else memory.offload
-    return replace(run, memory=replace(memory, recompute=recompute, offload=offload, compile=False))
+    return replace(run, memory=replace(memory, recompute=recompute, offload=offload, compile=False, cuda_graphs=False))
 
 
 def _stores_as_compiled(run: Run, plan: Plan) -> bool:

@@ -193,11 +193,34 @@ def _memory(run: Run) -> Iterator[str]:
     if memory.offloads and (no_offload := run.optimizer.traits.no_offload) is not None:
         remedy = 'set optimizer.name = "adamw", or memory.offload = "none"'
         yield f"$memory.offload cannot be combined with $optimizer.name, {no_offload}: {remedy}."
+    if memory.cuda_graphs:
+        yield from _cuda_graphs(run)
     if memory.offload_path is not None and memory.offload != "nvme":
         yield (
             f'$memory.offload_path belongs to memory.offload = "nvme", but that is {toml(memory.offload)}: '
             "remove it, or set memory.offload.$(memory.offload)"
         )
+
+
+def _cuda_graphs(run: Run) -> Iterator[str]:
+    """What a recorded forward and backward cannot contain: decisions of the host, and messages to other ranks."""
+    remedy = "remove memory.cuda_graphs"
+    model, layout = run.model, run.layout
+    for key, what in {"tensor": "messages", "context": "messages", "pipeline": "messages", "expert": "messages"}.items():
+        if getattr(layout, key) > 1:
+            yield f"$memory.cuda_graphs cannot be combined with $layout.{key}, whose {what} are not recorded: {remedy}."
+    if layout.zero == 3 and layout.shard > 1:
+        yield f"$memory.cuda_graphs cannot be combined with $layout.shard and $layout.zero, whose messages are not recorded: {remedy}."
+    if model.module is not None:
+        yield f"$memory.cuda_graphs cannot be combined with $model.module, which may decide on the host: {remedy}."
+    if model.moe is not None:
+        yield f"$memory.cuda_graphs cannot be combined with experts$(model.moe.experts), whose sizes change: {remedy}."
+    if model.mtp_depth:
+        yield f"$memory.cuda_graphs cannot be combined with $model.mtp_depth: {remedy}."
+    if run.memory.recomputes:
+        yield f"$memory.cuda_graphs cannot be combined with $memory.recompute: {remedy}."
+    if run.memory.activations == "cpu":
+        yield f"$memory.cuda_graphs cannot be combined with $memory.activations, copied at other times: {remedy}."
 
 
 def leaves_empty_part(size: int, parts: int) -> bool:

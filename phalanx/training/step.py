@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, TypeVar
@@ -23,6 +23,7 @@ from phalanx.parallel.pipeline.executor import Pipeline
 from phalanx.parallel.sharded_model import ShardedModel
 from phalanx.spec.plan import Plan
 from phalanx.spec.run import Run
+from phalanx.training.graphs import Graphs
 from phalanx.training.hooks import Hooks, StepContext, StepRefused
 from phalanx.training.micro_batch import MicroBatch, objective
 from phalanx.training.run_progress import NO_LIMITS
@@ -103,6 +104,7 @@ class Stepper:
         """Of loss and gradient norm in the step in progress: a step above them is a spike and is skipped."""
         self.scale = LossScale.of(plan.compute, run.precision.loss_scale)
         self._compiles = bool(run.memory.compile)
+        self._graphs = Graphs(model.parts[0], accelerator.of(self._mesh.device), self._loss_of) if model.graphed else None
         self.stages = tuple((0,) if pipeline is None else pipeline.schedule.stages_of(self._mesh.coordinate("pipeline")))
         """Pipeline stages of this rank's parts."""
         self.number = self.seed = 0
@@ -124,6 +126,8 @@ class Stepper:
     def begin(self, number: int, seed: int) -> None:
         """Prepares step `number`; random numbers of its forwards follow from `seed`."""
         self.number, self.seed = number, seed
+        if self._graphs is not None:
+            self._graphs.begin_step()
         self._began, self._waited = time.perf_counter(), COMM_TIMER.seconds
         torch.manual_seed(seed)
 
@@ -180,7 +184,7 @@ class Stepper:
                 if not self.sharded.lockstep:
                     break  # the other ranks need nothing of this one until the gradients are summed
             batch = batch.to(self._mesh.device)
-            loss, whole = self.losses(self._forward(0, None, batch), batch)
+            loss, whole = self._micro_batch_losses(batch)
             totals.add(loss.detach(), batch)
             if index == len(batches) - 1:
                 totals.start()  # the ranks' sums overlap with the last backward
@@ -212,6 +216,17 @@ class Stepper:
     def _after_backward(self, part: int | None = None) -> None:
         self.observer.run("after_backward", self.sharded.engine.after_backward, part)
 
+    def _micro_batch_losses(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        if self._graphs is not None and (loss := self._graphs.loss(batch)) is not None:
+            self.hooks.on_loss(loss)
+            return loss, loss
+        return self.losses(self._forward(0, None, batch), batch)
+
+    def _loss_of(self, batch: MicroBatch) -> Tensor:
+        """As a graph records it: without what happens on the host."""
+        loss: Tensor = self.sharded.loss(self._forward(0, None, batch), batch.targets)
+        return loss
+
     def losses(self, output: Any, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """The reported loss, and the loss of the backward, which includes multi-token prediction where the model has it. Both are sums."""
         logits, *further = output if type(output) is tuple else (output,)
@@ -221,7 +236,8 @@ class Stepper:
         return loss, objective(loss, further, batch, self._mtp_weight, loss_of)
 
     def _forward(self, part: int, given: Tensor | None, batch: MicroBatch) -> Any:
-        with computing(self._compute, self._mesh.device):
+        # Recorded conversions of weights would not be repeated by a graph that finds them in a cache.
+        with computing(self._compute, self._mesh.device, cache=self._graphs is None):
             module, first = self.sharded.parts[part], batch.tokens if given is None else given
             further = {"spans": batch.spans} if batch.spans is not None and getattr(module, "takes_spans", False) else {}
             return module(first, batch.positions, batch.documents, **further)
@@ -308,9 +324,16 @@ class Stepper:
         self.begin(self.number, self.seed)
         self.accumulate(batches, lambda: 0)
 
-    def uncompiled(self) -> AbstractContextManager[None]:
-        """Compiled blocks run as they are written: for forwards of another length, or with hooks."""
-        return torch.compiler.set_stance("force_eager") if self._compiles else nullcontext()
+    @contextmanager
+    def uncompiled(self) -> Iterator[None]:
+        """Blocks run as they are written, without graphs: for forwards of another length, or with hooks."""
+        with ExitStack() as stack:
+            if self._compiles:
+                stack.enter_context(torch.compiler.set_stance("force_eager"))
+            if self._graphs is not None:
+                self._graphs.pause()
+                stack.callback(self._graphs.resume)
+            yield
 
     def roll_forward(self, optimizer: Optimizer, divisor: float, verdict: float) -> bool:
         """Applies the pending step as another rank did before it was lost or cut off; returns whether the step was good."""

@@ -15,14 +15,16 @@ _MIN_SCALE = 2.0**-14
 """Useful range of a loss scale: fp16 represents 2^-24 to 2^16."""
 
 
-def computing(compute: str, device: torch.device) -> AbstractContextManager[Any]:
-    """Matrix products in bf16 or fp16, sums and norms in fp32; or everything in fp32.
+def computing(compute: str, device: torch.device, *, cache: bool = True) -> AbstractContextManager[Any]:
+    """Matrix products in bf16 or fp16, sums and norms in fp32; or everything in fp32. `cache`: weights are converted once where they are used
+    several times.
 
     With fp8, everything around the layers that `transforms/fp8` changed is bf16.
     """
     if compute == "fp32":
         return nullcontext()
-    return torch.autocast(device.type, dtype=torch.float16 if compute == "fp16" else torch.bfloat16)
+    dtype = torch.float16 if compute == "fp16" else torch.bfloat16
+    return torch.autocast(device.type, dtype=dtype, cache_enabled=cache)
 
 
 @dataclass(slots=True)

@@ -18,10 +18,10 @@ pytestmark = [
 SHAPE = ["model.dim=512", "model.layers=4", "model.heads=8", "model.kv_heads=4", "model.ffn=1408", "model.vocab=8192"]
 
 
-def compared(*words: str) -> dict[str, Any]:
+def compared(environment: dict[str, str], *words: str) -> dict[str, Any]:
     command = [sys.executable, "-m", "phalanx", "bench", "step", "--model", "llama3-8b", *SHAPE, "--json", *words]
     options = ["--micro-batch", "4", "--sequence", "512", "--steps", "6", "--rounds", "2"]
-    done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=600)
+    done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=600, env=environment)
     if done.returncode == 2 and "needs GPUs that multiply in it" in done.stderr:
         pytest.skip(done.stderr)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -29,8 +29,8 @@ def compared(*words: str) -> dict[str, Any]:
     return found
 
 
-def test_trainers_agree_and_have_memory_of_their_own() -> None:
-    trainers = compared("--compile")["trainers"]
+def test_trainers_agree_and_have_memory_of_their_own(gpu_environment: dict[str, str]) -> None:
+    trainers = compared(gpu_environment, "--compile")["trainers"]
     ran = {name: trainer for name, trainer in trainers.items() if trainer["ran"]}
     assert {"phalanx", "hand"} <= ran.keys(), trainers
     for name, trainer in ran.items():
@@ -40,8 +40,8 @@ def test_trainers_agree_and_have_memory_of_their_own() -> None:
         assert name == "phalanx" or trainer["same_loss"], (name, trainer)
 
 
-def test_fp8_is_compared_with_bf16() -> None:
-    found = compared("--peers", "phalanx,hand", "precision.compute=fp8")
+def test_fp8_is_compared_with_bf16(gpu_environment: dict[str, str]) -> None:
+    found = compared(gpu_environment, "--peers", "phalanx,hand", "precision.compute=fp8")
     trainers = found["trainers"]
     assert (trainers["phalanx"]["compute"], trainers["hand"]["compute"]) == ("fp8", "bf16")
     assert trainers["hand"]["same_loss"], trainers

@@ -25,6 +25,14 @@ def test_bounds_and_runs_of_rows() -> None:
     ]
 
 
+def test_padded_spans_say_nothing_of_the_batch_to_the_host() -> None:
+    spans = DocumentSpans.of(np.array([[0, 0, 1, 1], [0, 0, 0, 0]], dtype=np.int32))
+    padded = spans.padded(5, length=4)
+    assert spans.documents == 3
+    assert list(runs_of(padded.runs)) == [Run(row=0, rows=2, whole=0, document=0, documents=5, longest=4)]
+    assert padded.bounds[:6].tolist() == [0, 2, 4, 8, 8, 8], "the fourth and fifth document are empty"
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_runs_cover_every_row_once_and_bounds_every_token(seed: int) -> None:
     dice = np.random.default_rng(seed)

@@ -12,7 +12,7 @@ from phalanx.spec.keys import find_key, is_table
 from phalanx.spec.layout import Layout
 from phalanx.spec.load import loads
 from phalanx.spec.model import Mla, ModelSpec, Moe, RopeScaling
-from phalanx.spec.run import Checkpoint, Cluster, Data, MixedSource, Optimizer, Resilience, Run, Train, Watch
+from phalanx.spec.run import Checkpoint, Cluster, Data, Memory, MixedSource, Optimizer, Resilience, Run, Train, Watch
 
 BASE = Run(train=Train(batch=8, steps=10, sequence_length=64))
 
@@ -256,6 +256,18 @@ CONFLICTS = {
     "schedule that is not there": (
         layout(pipeline=2, schedule_file="gone.csv"),
         ['layout.schedule_file = "gone.csv" is not a file', "--csv", "layout.schedule."],
+    ),
+    "graphs of messages": (
+        replace(layout(tensor=2), memory=Memory(cuda_graphs=True)),
+        ["memory.cuda_graphs = true", "layout.tensor = 2", "remove memory.cuda_graphs"],
+    ),
+    "graphs of experts": (
+        replace(moe(), memory=Memory(cuda_graphs=True)),
+        ["memory.cuda_graphs = true", "experts", "remove memory.cuda_graphs"],
+    ),
+    "graphs and recomputation": (
+        replace(layout(), memory=Memory(cuda_graphs=True, recompute="full")),
+        ["memory.cuda_graphs = true", 'memory.recompute = "full"', "remove memory.cuda_graphs"],
     ),
     "context": (layout(context=3), ["train.sequence_length = 64", "2 × layout.context = 6", "60 or 66"]),
 }
