@@ -10,6 +10,7 @@
     trainer.step()
     assert px.verify(run).passed  # proves on CPU ranks that the layout equals one device
 
+init                        write a new run file
 load, loads                 read a run file, or its text
 plan, explain               the fastest layout that fits, and why
 rehearse                    the program of any rank of any job, without its GPUs
@@ -29,19 +30,21 @@ from typing import TYPE_CHECKING, Any
 from phalanx._version import __version__
 
 if TYPE_CHECKING:
-    from phalanx.api import bench_step, explain, plan, rehearse, train, trainer, verify
+    from phalanx.api import bench_step, explain, init, plan, rehearse, train, trainer, verify
     from phalanx.spec.errors import PhalanxError, RunError, RunFailed
     from phalanx.spec.load import load, loads
+    from phalanx.spec.new_run_file import Answers
 
 _HOMES = {
     **dict.fromkeys(("load", "loads"), "phalanx.spec.load"),
-    **dict.fromkeys(("explain", "plan", "rehearse", "verify", "train", "trainer", "bench_step"), "phalanx.api"),
+    "Answers": "phalanx.spec.new_run_file",
+    **dict.fromkeys(("explain", "init", "plan", "rehearse", "verify", "train", "trainer", "bench_step"), "phalanx.api"),
     **dict.fromkeys(("PhalanxError", "RunError", "RunFailed"), "phalanx.spec.errors"),
 }
 """The module of each public name."""
 
 __all__ = [
-    "PhalanxError", "RunError", "RunFailed", "__version__", "bench_step", "explain", "load", "loads", "plan", "rehearse", "train",
+    "Answers", "PhalanxError", "RunError", "RunFailed", "__version__", "bench_step", "explain", "init", "load", "loads", "plan", "rehearse", "train",
     "trainer", "verify",
 ]  # fmt: skip
 

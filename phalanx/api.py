@@ -16,7 +16,8 @@ from phalanx.launch.prepare import Request, prepare
 from phalanx.planning.machines.hardware import planned
 from phalanx.spec.check import check
 from phalanx.spec.errors import RunError, refuse
-from phalanx.spec.load import resolve
+from phalanx.spec.load import loads, resolve
+from phalanx.spec.new_run_file import Answers, run_file
 from phalanx.spec.plan import Place, Plan
 from phalanx.spec.preset_vocabulary import vocabulary_question
 from phalanx.spec.run import Run
@@ -134,6 +135,20 @@ def bench_step(run: Run, settings: ComparisonSettings | None = None) -> StepComp
     from phalanx.comparison.compare_step import ComparisonSettings, compare
 
     return compare(_checked(run), this_machine(), settings or ComparisonSettings())
+
+
+def init(answers: Answers, file: str | Path = "run.toml") -> Run:
+    """Writes a new run file, as `phalanx init` does, and returns its run. RunError if the file exists or would be refused.
+
+    `answers`: see `phalanx.Answers`.
+    """
+    file = Path(file)
+    if file.exists():
+        raise RunError(f"{file} exists: name another file, or remove it.")
+    text = run_file(answers, str(file))
+    run = loads(text, name=str(file))
+    file.write_text(text, encoding="utf-8")
+    return run
 
 
 def _checked(run: Run) -> Run:

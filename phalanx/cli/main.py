@@ -21,6 +21,7 @@ from phalanx.cli.output import console, print_error, print_json, wants_json
 from phalanx.spec.errors import PhalanxError, RunError
 
 _VERBS = {
+    "init": "init_cmd.init",
     "plan": "plan_cmd.plan",
     "rehearse": "verify_cmd.rehearse",
     "simulate": "simulate_cmd.simulate",

@@ -24,6 +24,7 @@ from phalanx.cli.options import (
 from phalanx.cli.output import console, finish, write_file
 from phalanx.dashboard.numbers import short_duration, size
 from phalanx.dashboard.plan_text import show_comparison, show_plan, show_solution
+from phalanx.events.rundir import replace_file
 from phalanx.host.machine_profile import write_profile
 from phalanx.host.probe import this_machine
 from phalanx.planning import feedback, planner
@@ -32,7 +33,7 @@ from phalanx.planning.request import PlanRequest
 from phalanx.planning.search.search import Limits
 from phalanx.planning.solve import What
 from phalanx.spec.errors import refuse
-from phalanx.spec.load import load
+from phalanx.spec.load import load, loads
 from phalanx.spec.plan import Machine
 from phalanx.spec.run import Run
 
@@ -64,6 +65,9 @@ def plan(
     refit: Annotated[
         bool, Option("--refit", help="With --compare: store the constants that the run measured, for later plans.")
     ] = False,
+    write: Annotated[
+        bool, Option("--write", help="Put the layout and what belongs to it into the run file. Comments and other keys stay.")
+    ] = False,
     png: Annotated[Path | None, Option(help="Draw memory, step time and trade-offs to this file.")] = None,
     html: Annotated[Path | None, Option(help="Write an interactive page with them to this file.")] = None,
     on: Annotated[
@@ -76,7 +80,9 @@ def plan(
     """Find the best layout of a run on its cluster without using a GPU: memory, time and price, and why the others are worse."""
     wide = console if console.is_terminal else Console(highlight=False, width=_WIDTH, stderr=console.stderr)
     _check_options(
-        run_file, compare, {"--solve": solve, "--given": given, "--free": free, "--refit": refit, "--png": png, "--html": html}
+        run_file,
+        compare,
+        {"--solve": solve, "--given": given, "--free": free, "--refit": refit, "--write": write, "--png": png, "--html": html},
     )
     if compare is not None:
         answer = _compare(wide, compare, refit)
@@ -87,6 +93,8 @@ def plan(
         limits = _limits(fits_in, deadline, budget)
         request = PlanRequest(run, machine, aim=aim, limits=limits, given=given, free=free, top=max(10, top))
         answer = _solve(wide, request, solve) if solve is not None else _show(wide, request, top, (png, html))
+        if write:
+            answer |= {"written": _write(run_file, answer["best"]["toml"])}
         for note in notes:
             wide.print(note, soft_wrap=True, markup=False)
         answer |= {"cluster_notes": list(notes)} if on or hosts else {}
@@ -124,6 +132,16 @@ def _show(wide: Console, request: PlanRequest, top: int, files: tuple[Path | Non
 
         write_file(html, lambda: html.write_text(page(report), encoding="utf-8"))
     return report.to_json()
+
+
+def _write(file: Path, tables: str) -> str:
+    """Puts the tables of a layout into the run file."""
+    from phalanx.spec.edit_file import with_tables
+
+    text = with_tables(file.read_text(encoding="utf-8"), tables)
+    loads(text, name=str(file))  # a file that would be refused is not written
+    write_file(file, lambda: replace_file(file, text))
+    return str(file)
 
 
 def _limits(fits_in: str | None, deadline: str | None, budget: str | None) -> Limits:
@@ -177,6 +195,8 @@ def _check_options(run_file: Path | None, compare: Path | None, options: Mapping
         problems.append(
             f"--given does not search, but {' and '.join(excluded)} {'do' if len(excluded) > 1 else 'does'}: use one of them."
         )
+    if "--solve" in chosen and "--write" in chosen:
+        problems.append("--solve answers another question than which layout is best: remove --write.")
     if "--solve" in chosen and (excluded := sorted(chosen & {"--png", "--html"})):
         problems.append(
             f"--solve prints an answer: {' and '.join(excluded)} {'draw' if len(excluded) > 1 else 'draws'} a plan: remove one of them."

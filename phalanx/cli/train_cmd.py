@@ -7,6 +7,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import replace
+from json import loads as decode_json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -27,7 +28,8 @@ from phalanx.host.env import torchrun_place, torchrun_store
 from phalanx.host.probe import this_machine
 from phalanx.launch.job import Job, first_events
 from phalanx.launch.launcher import SubmittedJob
-from phalanx.launch.prepare import Prepared, Request, choose_directory, prepare
+from phalanx.launch.prepare import Prepared, Request, choose_directory, examine, expected_directory, prepare
+from phalanx.spec.dump import dump
 from phalanx.spec.errors import PhalanxError, RunError, RunFailed, refuse
 from phalanx.spec.load import load
 from phalanx.spec.plan import Place
@@ -68,7 +70,12 @@ def train(
     ] = None,
     hosts: Hosts = None,
     dry_run: Annotated[
-        bool, Option("--dry-run", help="--on slurm or kubernetes: print the batch script or the manifests, and end.")
+        bool,
+        Option(
+            "--dry-run",
+            help="Check everything, print the resolved run, its plan and what it would read, and end. --on slurm or kubernetes: print the batch "
+            "script or the manifests.",
+        ),
     ] = False,
     json: AsJson = False,
 ) -> None:
@@ -86,6 +93,8 @@ def train(
         )
     if run.cluster.launcher in ("slurm", "kubernetes"):
         raise typer.Exit(_train_as_job(run, run_file.stem, request, chaos, dry_run=dry_run, json=json))
+    if dry_run:
+        raise typer.Exit(_show_only(run, run_file.stem, request, json=json))
     raise typer.Exit(_train(run, run_file.stem, request, chaos, json=json))
 
 
@@ -112,6 +121,34 @@ def _train(run: Run, name: str, request: Request, chaos: str, *, json: bool) -> 
         console.print(_NOT_SAVED, style="yellow", soft_wrap=True)
     finish(json, summary.to_json(prepared.rundir.path) | ({"error": [job.failure.reason]} if job.failure else {}))
     return job.exit_code or 0
+
+
+def _show_only(run: Run, name: str, request: Request, *, json: bool) -> int:
+    """What the command would do without --dry-run."""
+    with tokenizing(console) as progress:
+        examined = examine(run, name, request, progress=progress)
+    rundir, planned = expected_directory(run, name, request), examined.planned
+    text = dump(planned.run)
+    console.print(text, markup=False, soft_wrap=True, end="")
+    view = display(console, planned.run.steps, planned.run.watch.log_every, live=False)
+    console.print(f"\nrun directory {rundir.path}{' (resumed)' if rundir.exists else ''}", style="dim", soft_wrap=True)
+    for event in first_events(examined):
+        view.show(event)
+    console.print("dry run: nothing was started; `phalanx plan` explains the layout", style="dim", soft_wrap=True)
+    opened = examined.opened
+    answer = {
+        "dry_run": True,
+        "run_dir": str(rundir.path),
+        "resumes": rundir.exists,
+        "toml": text,
+        "plan": decode_json(planned.plan.to_json()),
+        "documents": opened.documents,
+        "data_tokens": opened.tokens,
+        "run_tokens": opened.run_tokens,
+        "notices": list(examined.notices),
+    }
+    finish(json, answer)
+    return 0
 
 
 def _drawn_faults(faults: tuple[Fault, ...], prepared: Prepared) -> str:

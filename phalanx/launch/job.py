@@ -21,7 +21,7 @@ from phalanx.events.log import EventLog, EventReader
 from phalanx.events.records import Event, RunStarted, Warned, WorkerFailed
 from phalanx.host.interfaces import address_of
 from phalanx.launch.launcher import StartedAgent
-from phalanx.launch.prepare import Prepared
+from phalanx.launch.prepare import Examined, Prepared
 from phalanx.launch.registry_server import RegistryServer
 from phalanx.spec.errors import RunFailed
 
@@ -32,7 +32,7 @@ _NEWS = 2.0  # seconds in which an agent learns that the run is over; one that i
 _SHUTDOWN = 20.0  # seconds that an agent has to clean up after the run is over
 
 
-def first_events(prepared: Prepared) -> list[Event]:
+def first_events(prepared: Prepared | Examined) -> list[Event]:
     """The first records of a launch: what starts, and what the user should know about it."""
     run, plan = prepared.run, prepared.plan
     started = RunStarted(

@@ -6,9 +6,10 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,7 +27,7 @@ from phalanx.planning.machines.hardware import mismatch
 from phalanx.spec.dump import changed, dump
 from phalanx.spec.errors import RunError, refuse
 from phalanx.spec.load import load
-from phalanx.spec.plan import Plan
+from phalanx.spec.plan import Machine, Plan, Size
 from phalanx.spec.preset_vocabulary import vocabulary_notices, vocabulary_question
 from phalanx.spec.run import Run
 
@@ -67,7 +68,33 @@ class Prepared:
     """What the run reads; None: a program of the user's own."""
 
 
-def prepare(
+@dataclass(frozen=True, slots=True)
+class Examined:
+    """A run that can start. Nothing was written, except for tokens of its text in data.cache."""
+
+    planned: PlannedRun
+    machine: Machine
+    size: Size | None
+    launcher: Launcher
+    data: Dataset
+    notices: tuple[str, ...]
+
+    @property
+    def run(self) -> Run:
+        return self.planned.run
+
+    @property
+    def plan(self) -> Plan:
+        return self.planned.plan
+
+    @property
+    def opened(self) -> DataOpened:
+        """What the run reads."""
+        tokens, data = self.run.steps * self.run.batch_tokens, self.data
+        return DataOpened(documents=data.documents, tokens=data.tokens, run_tokens=tokens, parameters=self.plan.parameters)
+
+
+def examine(
     run: Run,
     name: str,
     request: Request | None = None,
@@ -75,14 +102,9 @@ def prepare(
     ranks: int | None = None,
     progress: ProgressCallback | None = None,
     started_by: Launcher | None = None,
-) -> Prepared:
-    """Check the run against this machine, tokenize its text if needed, and make its directory ready.
-
-    Without a directory, runs/NAME is used: an unfinished run with the same settings is resumed; a finished or different one is left alone
-    and a numbered directory next to it is used. `ranks`: how many ranks torchrun has started already. `started_by`: a launcher other than
-    the one that the run file names.
-    """
-    from phalanx.planning.planner import keep_layout, plan_run  # imports numpy
+) -> Examined:
+    """Check the run against this machine, and tokenize its text if needed. Arguments are those of `prepare`."""
+    from phalanx.planning.planner import plan_run  # imports numpy
 
     request = request or Request()
     base = request.directory or Path("runs") / name
@@ -108,10 +130,34 @@ def prepare(
         problems += run_checks.replica_problems(planned.run, planned.plan)
     refuse(problems)
     notices = (*_notices(run, data, torchrun=ranks is not None), *run_checks.format_notices(planned.plan))
+    return Examined(planned, machine, size, started_by, data, notices)
+
+
+def prepare(
+    run: Run,
+    name: str,
+    request: Request | None = None,
+    *,
+    ranks: int | None = None,
+    progress: ProgressCallback | None = None,
+    started_by: Launcher | None = None,
+) -> Prepared:
+    """Check the run against this machine, tokenize its text if needed, and make its directory ready.
+
+    Without a directory, runs/NAME is used: an unfinished run with the same settings is resumed; a finished or different one is left alone
+    and a numbered directory next to it is used. `ranks`: how many ranks torchrun has started already. `started_by`: a launcher other than
+    the one that the run file names.
+    """
+    from phalanx.planning.planner import keep_layout  # imports numpy
+
+    request = request or Request()
+    examined = examine(run, name, request, ranks=ranks, progress=progress, started_by=started_by)
+    planned, data, started_by = examined.planned, examined.data, examined.launcher
+    run = replace(run, cluster=replace(run.cluster, nodes=started_by.nodes))
     rundir = choose_directory(run, name, request)
     try:
         if (last := _last_plan(rundir)) is not None:
-            planned = keep_layout(run, machine, last, ranks, size) or planned
+            planned = keep_layout(run, examined.machine, last, ranks, examined.size) or planned
         resumes, changes = _check_resumption(rundir, planned, data, request)
         if not resumes:  # a resumed run has its weights in its checkpoint
             check_weights(planned.run)
@@ -121,8 +167,8 @@ def prepare(
         replace_file(rundir.plan_file, planned.plan.to_json())
         _copy_tokenizer(data.tokenizer.files, rundir.tokenizer)
         fingerprint = data.fingerprint if run.cluster.nodes > 1 else ""
-        opened = _opened(planned, data)
-        return Prepared(planned.run, planned.plan, rundir, started_by, resumes, (*changes, *notices), fingerprint, opened)
+        notices = (*changes, *examined.notices)
+        return Prepared(planned.run, planned.plan, rundir, started_by, resumes, notices, fingerprint, examined.opened)
     except BaseException:
         rundir.release()  # so that the same program can try again
         raise
@@ -147,11 +193,6 @@ def _notices(run: Run, data: Dataset, *, torchrun: bool) -> tuple[str, ...]:
         *run_checks.data_notices(data),
         *run_checks.checkpoint_notices(run, torchrun=torchrun),
     )
-
-
-def _opened(planned: PlannedRun, data: Dataset) -> DataOpened:
-    run_tokens = planned.run.steps * planned.run.batch_tokens
-    return DataOpened(documents=data.documents, tokens=data.tokens, run_tokens=run_tokens, parameters=planned.plan.parameters)
 
 
 def begin_launch(rundir: RunDir, started_by: Launcher) -> None:
@@ -215,17 +256,33 @@ def _use_directory(directory: Path, run: Run, fresh: bool) -> RunDir:
 
 def _choose_directory(base: Path, run: Run, fresh: bool) -> RunDir:
     """Use the first of runs/NAME, runs/NAME-2, … that is free or holds this run unfinished."""
-    number = 1
-    while True:
-        rundir = RunDir(base if number == 1 else base.with_name(f"{base.name}-{number}"))
-        number += 1
-        if rundir.exists and (fresh or _is_finished(rundir) or _is_import(rundir) or _differs(rundir, run)):
-            continue
-        if rundir.exists and _unresumable(rundir, run):
-            continue
-        _create(rundir, run)
-        if rundir.acquire():
-            return rundir
+    for rundir in _numbered(base):
+        if not rundir.exists or _is_continued_by(rundir, run, fresh):
+            _create(rundir, run)
+            if rundir.acquire():
+                return rundir
+    raise AssertionError("the numbers do not end")
+
+
+def expected_directory(run: Run, name: str, request: Request) -> RunDir:
+    """The directory that `choose_directory` would choose now. Creates and locks nothing."""
+    if request.directory is not None:
+        return RunDir(request.directory)
+    base = Path("runs") / name
+    return next(rundir for rundir in _numbered(base) if not rundir.exists or _is_continued_by(rundir, run, request.fresh))
+
+
+def _numbered(base: Path) -> Iterator[RunDir]:
+    yield RunDir(base)
+    for number in count(2):
+        yield RunDir(base.with_name(f"{base.name}-{number}"))
+
+
+def _is_continued_by(rundir: RunDir, run: Run, fresh: bool) -> bool:
+    """Whether the run goes on in a directory that exists."""
+    if fresh or _is_finished(rundir) or _is_import(rundir) or _differs(rundir, run):
+        return False
+    return not _unresumable(rundir, run)
 
 
 def _is_import(rundir: RunDir) -> bool:
