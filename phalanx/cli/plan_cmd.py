@@ -34,7 +34,7 @@ from phalanx.planning.solve import What
 from phalanx.spec.errors import refuse
 from phalanx.spec.load import load
 from phalanx.spec.plan import Machine
-from phalanx.spec.run import Run
+from phalanx.spec.run import PARTS, Run
 
 _WIDTH = 100
 """Columns of tables in a file or a pipe, where rich would use 80."""
@@ -103,7 +103,8 @@ def _found(run: Run) -> tuple[Run, Machine, tuple[str, ...]]:
     from phalanx.launch.found_cluster import found_cluster
 
     found = found_cluster(run)
-    run = replace(run, cluster=replace(run.cluster, gpu=None, nodes=found.nodes))
+    described = dict.fromkeys(("name", *PARTS))
+    run = replace(run, cluster=replace(run.cluster, **described, nodes=found.nodes))  # type: ignore[arg-type]
     return run, found.machine, found.notes
 
 
