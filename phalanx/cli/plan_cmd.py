@@ -26,6 +26,7 @@ from phalanx.dashboard.numbers import short_duration, size
 from phalanx.dashboard.plan_text import show_comparison, show_plan, show_solution
 from phalanx.host.machine_profile import write_profile
 from phalanx.host.probe import this_machine
+from phalanx.launch.model_check import measured
 from phalanx.planning import feedback, planner
 from phalanx.planning.machines.hardware import planned
 from phalanx.planning.request import PlanRequest
@@ -84,6 +85,7 @@ def plan(
         assert run_file is not None
         run = load(run_file, [*(overrides or []), *launcher_settings(on, hosts)])
         run, machine, notes = _found(run) if on or hosts else (run, planned_machine(run), ())
+        run = measured(run, machine)
         limits = _limits(fits_in, deadline, budget)
         request = PlanRequest(run, machine, aim=aim, limits=limits, given=given, free=free, top=max(10, top))
         answer = _solve(wide, request, solve) if solve is not None else _show(wide, request, top, (png, html))
