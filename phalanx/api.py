@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from phalanx.host.env import torchrun_place
 from phalanx.host.probe import this_machine
 from phalanx.launch.job import Job
-from phalanx.launch.model_check import measure
+from phalanx.launch.model_check import measure, measured
 from phalanx.launch.prepare import Request, prepare
 from phalanx.planning.machines.hardware import planned
 from phalanx.spec.check import check
@@ -35,9 +35,8 @@ def plan(run: Run) -> Plan:
     from phalanx.planning.planner import choose  # imports numpy
 
     run = _checked(run)
-    if planned(run) and run.model.module is None:
-        return choose(run, None)
-    return choose(run, this_machine(), size=measure(run))
+    machine = None if planned(run) else this_machine()
+    return choose(run, machine, size=measure(run, machine, trace=True))
 
 
 def explain(run: Run) -> str:
@@ -51,8 +50,8 @@ def explain(run: Run) -> str:
     from phalanx.planning.request import PlanRequest
 
     run = _checked(run)
-    text = StringIO()
-    report = plan(PlanRequest(run, None if planned(run) else this_machine()))
+    text, machine = StringIO(), None if planned(run) else this_machine()
+    report = plan(PlanRequest(measured(run, machine), machine))
     show_plan(Console(file=text, width=100, highlight=False), report)
     return text.getvalue()
 
@@ -83,7 +82,7 @@ def trainer(run: Run, *, checkpoints: str | Path = "checkpoints") -> Trainer:
 
     run, place = _checked(run), torchrun_place() or Place()
     refuse(vocabulary_question(run))
-    planned_run = plan_run(run, this_machine(), place.ranks, measure(run))
+    planned_run = plan_run(run, this_machine(), place.ranks, measure(run, trace=False))
     run, plan = planned_run.run, planned_run.plan
     built = Trainer(run, plan, connect(place, plan.device, run.resilience.timeout, plan.layout), Path(checkpoints))
     built.build()
@@ -122,7 +121,8 @@ def rehearse(run: Run, plan: Plan | None = None, *, rank: int = 0, memory: int |
     run = _checked(run)
     if plan is not None:
         run = replace(run, layout=plan.layout, train=replace(run.train, micro_batch=plan.micro_batch))
-    job = rehearsal_job(run, this_machine(), measure(run), memory)
+    machine = this_machine()
+    job = rehearsal_job(run, machine, measure(run, machine, trace=True), memory)
     return rehearsed(job.run, plan or job.plan, rank, job.device)
 
 

@@ -10,16 +10,19 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer import Argument
+from typer import Argument, Option
 
 from phalanx.cli.options import AsJson
 from phalanx.cli.output import console, finish, plain_table, print_json
 from phalanx.dashboard.numbers import count
 from phalanx.host.probe import this_machine
+from phalanx.planning.machines import own_parts, part_template
 from phalanx.planning.machines.catalogue import KINDS, entries, named_gpu
+from phalanx.planning.machines.hardware import hardware
 from phalanx.spec import schema as run_schema
+from phalanx.spec.errors import RunError, quote
 from phalanx.spec.model import PRESETS
-from phalanx.spec.run import TOKENIZER_VOCAB
+from phalanx.spec.run import TOKENIZER_VOCAB, Cluster, Run
 
 _STATE_BYTES = 16  # per parameter in training: weight, gradient and two Adam moments in fp32
 
@@ -46,17 +49,59 @@ def models(json: AsJson = False) -> None:
 
 
 def clusters(
-    json: AsJson = False, kind: Annotated[str | None, Argument(help=f"List one kind only: {', '.join(KINDS)}.")] = None
+    kind: Annotated[str | None, Argument(help=f"show, or the one kind to list: {', '.join(KINDS)}.")] = None,
+    name: Annotated[
+        str | None, Argument(help="With show: a cluster, node, GPU or link of the catalogue, or a TOML file.")
+    ] = None,
+    toml: Annotated[
+        bool, Option("--toml", help="With show: print it as a TOML file, to be changed into a part of your own.")
+    ] = False,
+    json: AsJson = False,
 ) -> None:
-    """List the clusters, GPUs, nodes, links and failure rates in the catalogue, by their names in the run file."""
+    """List the clusters, GPUs, nodes, links and failure rates in the catalogue, by their names in the run file. `phalanx clusters show
+    NAME` shows one of them."""
+    if kind == "show":
+        _show_entry(name, toml, json)
+        return
     if kind is not None and kind not in KINDS:
-        raise typer.BadParameter(f"{kind!r} is not one of {', '.join(KINDS)}.")
-    chosen = [name for name in _COLUMNS if kind in (None, name)]
-    for name in chosen:
-        titles, row = _COLUMNS[name]
-        console.print(plain_table(titles, [(key, *map(str, row(key, entry))) for key, entry in entries(name).items()]))
+        raise typer.BadParameter(f"{kind!r} is not one of {', '.join(('show', *KINDS))}.")
+    if name is not None or toml:
+        given = "--toml" if name is None else quote(name)
+        raise RunError(f"{given} belongs to `phalanx clusters show NAME`: write show, and one name.")
+    chosen = [listed for listed in _COLUMNS if kind in (None, listed)]
+    for listed in chosen:
+        titles, row = _COLUMNS[listed]
+        console.print(plain_table(titles, [(key, *map(str, row(key, entry))) for key, entry in entries(listed).items()]))
         console.print()
-    finish(json, {name: {key: dict(value) for key, value in entries(name).items()} for name in chosen})
+    finish(json, {listed: {key: dict(value) for key, value in entries(listed).items()} for listed in chosen})
+
+
+def _show_entry(name: str | None, toml: bool, json: bool) -> None:
+    """Shows one entry: as sentences with the file to begin one's own with, or that file alone."""
+    if name is None:
+        raise RunError(
+            "`phalanx clusters show` needs a name, such as `phalanx clusters show h100-8`; `phalanx clusters` lists them."
+        )
+    if own_parts.is_file(name):
+        if toml:
+            raise RunError(f"--toml prints an entry of the catalogue, and {name} is a file already: remove --toml.")
+        kind, text = "clusters", ""
+    else:
+        kind = part_template.kind_of(name, "phalanx clusters show")
+        text = part_template.template(kind, name)
+    if toml and not json:
+        print(text, end="")
+        return
+    answer: dict[str, Any] = {"name": name, "kind": kind, "toml": text}
+    if kind == "clusters":
+        machines = hardware(Run(cluster=Cluster(name=name)), None)
+        console.print(machines.name, style="bold")
+        console.print("\n".join(machines.assumed), markup=False, soft_wrap=True)
+        keys = ("gpus", "nodes", "nics", "network", "island", "island_bandwidth", "host_memory")
+        answer |= {key: getattr(machines, key) for key in keys} | {"gpu": machines.gpu.key, "assumed": list(machines.assumed)}
+    elif not toml:
+        console.print(text, markup=False, soft_wrap=True, end="")
+    finish(json, answer)
 
 
 def _gpu_row(key: str, entry: Any) -> tuple[str, ...]:

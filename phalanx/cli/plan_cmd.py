@@ -27,6 +27,7 @@ from phalanx.dashboard.plan_text import show_comparison, show_plan, show_solutio
 from phalanx.events.rundir import replace_file
 from phalanx.host.machine_profile import write_profile
 from phalanx.host.probe import this_machine
+from phalanx.launch.model_check import measured
 from phalanx.planning import feedback, planner
 from phalanx.planning.machines.hardware import planned
 from phalanx.planning.request import PlanRequest
@@ -35,7 +36,7 @@ from phalanx.planning.solve import What
 from phalanx.spec.errors import refuse
 from phalanx.spec.load import load, loads
 from phalanx.spec.plan import Machine
-from phalanx.spec.run import Run
+from phalanx.spec.run import PARTS, Run
 
 _WIDTH = 100
 """Columns of tables in a file or a pipe, where rich would use 80."""
@@ -90,6 +91,7 @@ def plan(
         assert run_file is not None
         run = load(run_file, [*(overrides or []), *launcher_settings(on, hosts)])
         run, machine, notes = _found(run) if on or hosts else (run, planned_machine(run), ())
+        run = measured(run, machine)
         limits = _limits(fits_in, deadline, budget)
         request = PlanRequest(run, machine, aim=aim, limits=limits, given=given, free=free, top=max(10, top))
         answer = _solve(wide, request, solve) if solve is not None else _show(wide, request, top, (png, html))
@@ -111,7 +113,8 @@ def _found(run: Run) -> tuple[Run, Machine, tuple[str, ...]]:
     from phalanx.launch.found_cluster import found_cluster
 
     found = found_cluster(run)
-    run = replace(run, cluster=replace(run.cluster, gpu=None, nodes=found.nodes))
+    described = dict.fromkeys(("name", *PARTS))
+    run = replace(run, cluster=replace(run.cluster, **described, nodes=found.nodes))  # type: ignore[arg-type]
     return run, found.machine, found.notes
 
 

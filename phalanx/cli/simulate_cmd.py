@@ -11,6 +11,7 @@ from phalanx.cli.options import AsJson, Overrides, RunFile, check_folders, parse
 from phalanx.cli.output import console, finish, write_file
 from phalanx.cli.plan_cmd import planned_machine
 from phalanx.dashboard.simulation_view import draw_run, draw_step, run_text, step_text, step_trace
+from phalanx.launch.model_check import measured
 from phalanx.planning.machines.cluster import Hardware
 from phalanx.planning.machines.hardware import hardware as hardware_of
 from phalanx.planning.planner import search
@@ -85,7 +86,8 @@ def simulate(
         study=not quick,
     )
     run = load(run_file, overrides or [])
-    hardware = hardware_of(run, planned_machine(run))
+    machine = planned_machine(run)
+    run, hardware = measured(run, machine), hardware_of(run, machine)
     # The run file's layout, or the best one if it has none.
     candidate = search(run, hardware).best if run.layout == Layout() else judge(run, hardware)
     result = _step(run, hardware, candidate, (png, trace)) if step else _whole(run, hardware, candidate, request, png)

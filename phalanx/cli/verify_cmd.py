@@ -144,7 +144,8 @@ def rehearse(
     torch.set_num_threads(1)
     results = []
     with console.status("planning") as status:
-        job = rehearsal_job(run, this_machine(), measure(run), limit)
+        machine = this_machine()
+        job = rehearsal_job(run, machine, measure(run, machine, trace=True), limit)
         ranks = distinct_ranks(job.run, job.plan) if all_stages else {rank: 1}
         for number, each in enumerate(ranks, start=1):
             status.update(f"rehearsing rank {each:,}" + (f", {number} of {len(ranks)} kinds" if all_stages else ""))

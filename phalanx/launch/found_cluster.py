@@ -14,7 +14,8 @@ from phalanx.host.process_tree import run_program
 from phalanx.launch.launcher import launcher
 from phalanx.launch.ray import connect
 from phalanx.launch.slurm import fields
-from phalanx.planning.machines.catalogue import GpuEntry, gpus_of_type, named_gpu
+from phalanx.planning.machines import own_parts
+from phalanx.planning.machines.catalogue import GpuEntry, gpus_of_type
 from phalanx.spec.errors import RunError
 from phalanx.spec.plan import Gpu, Machine
 from phalanx.spec.run import Run
@@ -108,7 +109,7 @@ _LOOK = {"Slurm": "sinfo -N -l", "Ray": "ray status"}
 def _gpu(engine: str, gpu_type: str, run: Run) -> tuple[GpuEntry, list[str]]:
     """The entry of the catalogue for a scheduler's name of a GPU, and what was assumed."""
     if run.cluster.gpu is not None:
-        return named_gpu(run.cluster.gpu, "cluster.gpu"), []
+        return own_parts.gpu(run.cluster.gpu, "cluster.gpu"), []
     found = gpus_of_type(gpu_type) if gpu_type else []
     if not found:
         says = (

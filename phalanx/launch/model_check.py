@@ -4,12 +4,15 @@ memory. The launcher never imports torch, so each check asks another process."""
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from phalanx.checkpointing.find_checkpoint import find
 from phalanx.dashboard.numbers import size
+from phalanx.host.probe import this_machine
 from phalanx.host.process_tree import ask_python, python_command
+from phalanx.planning.machines.hardware import hardware, planned
 from phalanx.spec import hf_config
 from phalanx.spec.dump import dump
 from phalanx.spec.errors import RunError
@@ -28,11 +31,39 @@ REMEDY = (
 )
 
 
-def measure(run: Run) -> Size | None:
-    """Count the parameters of the run's custom module; None for built-in models, whose size follows from the spec. Raises RunError."""
+def measure(run: Run, machine: Machine | None = None, *, trace: bool | None = None) -> Size | None:
+    """Count the run's custom module; None for built-in models, whose size follows from the spec. RunError if it cannot be built, or not be
+    cut as the run's layout says: once, before any rank starts.
+
+    `trace`: also trace a step on fake tensors, for activations and FLOPs, and to run the layout's cuts. Default: if one replica has several
+    ranks. `machine`: the one to train on, if the run names no cluster.
+    """
     if run.model.module is None:
         return None
-    return Size(**_measure(run, f'model.module = "{run.model.module}"'))
+    key = f'model.module = "{run.model.module}"'
+    if trace is None:
+        trace = replace(run.layout, data=1).ranks > 1
+    if not trace:
+        return Size(**_measure(run, key))
+    gpu = _gpu(run, machine)
+    compute = run.precision.compute or ("bf16" if gpu else "fp32")
+    question = json.dumps({"run": dump(run), "gpu": gpu, "compute": compute})
+    return Size(**_ask("phalanx.rehearsal.module_process", question, key))
+
+
+def measured(run: Run, machine: Machine | None = None) -> Run:
+    """The run with its custom module counted and traced, for plans; other runs as they are."""
+    size = measure(run, machine, trace=True)
+    return run if size is None else replace(run, model=replace(run.model, measured=size))
+
+
+def _gpu(run: Run, machine: Machine | None) -> str:
+    """The name of the GPU that a run is for; empty: CPUs."""
+    if planned(run):
+        cluster = hardware(run, None)
+        return "" if cluster.device == "cpu" else cluster.gpu.key
+    machine = machine or this_machine()
+    return "" if run.cluster.device == "cpu" or not machine.gpus else machine.gpus[0].name
 
 
 def check_weights(run: Run) -> None:
@@ -110,8 +141,12 @@ def _estimate(run: Run, plan: Plan, machine: Machine) -> float:
 
 def _measure(run: Run, key: str) -> dict[str, Any]:
     """Ask `worker/measure_process` about the model; `key` names the run-file key in errors."""
+    return _ask("phalanx.worker.measure_process", dump(run), key)
+
+
+def _ask(program: str, question: str, key: str) -> dict[str, Any]:
     try:
-        answer: dict[str, Any] = ask_python(python_command("phalanx.worker.measure_process"), _MEASURE_SECONDS, dump(run))
+        answer: dict[str, Any] = ask_python(python_command(program), _MEASURE_SECONDS, question)
     except TimeoutError:
         raise RunError(f"{key} was not built within {_MEASURE_SECONDS:.0f} s: look at what it does when imported.") from None
     except ChildProcessError as error:

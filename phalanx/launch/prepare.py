@@ -115,7 +115,7 @@ def examine(
         machine = this_machine() if ranks is not None else started_by.machine()
         if wrong_machine := mismatch(run, machine):
             raise RunError(wrong_machine)
-        size = measure(run)
+        size = measure(run, machine, trace=False if request.unrehearsed else None)
         planned = plan_run(run, machine, ranks, size)
         if ranks is None:
             problems += run_checks.node_problems(run, planned.plan, machine)

@@ -278,9 +278,7 @@ def compare(directory: Path, machine: Machine) -> Comparison:
     run = load(rundir.run_file)
     _, now = need_and_promise(run, machine, plan)
     if now is None:
-        raise RunError(
-            f"{directory} is a run of a model of one's own, or of a schedule of one's own: plans promise nothing for it."
-        )
+        raise RunError(f"{directory} is a run of a custom module or of a custom schedule: plans of such runs are not compared.")
     events = list(read_events(rundir.events_file))
     launch = events[max((place for place, event in enumerate(events) if isinstance(event, RunStarted)), default=0) :]
     steps = [event for event in launch if isinstance(event, Step)]

@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 
+from phalanx.planning.cost.job_table import TOKEN_BYTES, is_counted
 from phalanx.planning.machines.cpu import resident
 from phalanx.planning.request import PlanRequest, devices_of, gib
 from phalanx.planning.search.candidate import Candidate
@@ -28,9 +29,6 @@ _MODULE_TOKENS = 16384
 """Tokens of a micro-batch of a custom module on a GPU: most gain nothing from more."""
 _MODULE_SHARE = 0.8
 """Fraction of a GPU that an estimate from the number of parameters alone may fill."""
-_TOKEN_BYTES = 100.0
-"""Bytes of activations of a token in 16 bits, divided by the square root of the parameters: 99 for a Llama of 8 B and 110 for one of
-1 B, as width and depth grow together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +48,7 @@ def judge_plan(run: Run, machine: Machine, plan: Plan, *, any_micro_batch: bool 
     """The cost model's prediction for a plan on this machine; what the run leaves open of recomputation and offload, and with
     `any_micro_batch` of the micro-batch, is the fastest that fits. On CPUs the memory is that of the process. A custom schedule counts as
     GPipe, which holds most activations. None where the cost model does not know the model or the layout."""
-    if run.model.module is not None:
+    if run.model.module is not None and not is_counted(run.model):
         return None
     layout, train = plan.layout, run.train
     if layout.schedule_file is not None:
@@ -93,7 +91,7 @@ def module_bytes(run: Run, plan: Plan) -> float:
     offloaded = run.memory.offloads and not (plan.device == "cpu" and run.memory.offload == "cpu")
     states = parameters * _parameter_bytes(layout, half=plan.compute != "fp32", offloaded=offloaded)
     kept = {"selective": 0.5, "full": 0.25}.get(run.memory.recompute, 1.0) / (layout.context * layout.tensor)
-    token = _TOKEN_BYTES * math.sqrt(plan.parameters) * (2 if plan.compute == "fp32" else 1) * kept
+    token = TOKEN_BYTES * math.sqrt(plan.parameters) * (2 if plan.compute == "fp32" else 1) * kept
     return states + token * plan.micro_batch * run.train.sequence_length
 
 

@@ -12,6 +12,7 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
+from phalanx.planning.cost.job_table import is_counted
 from phalanx.planning.machine_fit import CLEARLY, PlannedRun, as_process, fit, judge_plan, memory_problems, promise_of, replicas
 from phalanx.planning.machines.cluster import Hardware
 from phalanx.planning.placement import placement
@@ -47,7 +48,7 @@ def plan(request: PlanRequest) -> PlanReport:
     if request.given:
         return _judged(request)
     default = (request.aim, request.limits, request.free) == ("time", NO_LIMITS, False)
-    if request.machine is not None and default and request.run.model.module is None:
+    if request.machine is not None and default and (request.run.model.module is None or is_counted(request.run.model)):
         return _plan_here(request, request.machine)
     run, devices = free_run(request.run) if request.free else request.run, request.cluster
     result = search(run, devices, aim=request.aim, limits=request.limits, most=request.top)
@@ -106,6 +107,7 @@ def plan_run(run: Run, machine: Machine | None, ranks: int | None = None, size: 
     """The plan to train a run with, on this machine or, for None, on the cluster that the run file names. `ranks`: how many ranks
     another launcher, such as torchrun, has already started. `size`: of a custom module. RunError with everything in the way."""
     request = PlanRequest(run, machine, ranks, size)
+    run = request.run
     if machine is None:
         best = search(run, request.cluster).best
         made = replace(request.plan(best.layout, best.micro_batch), promise=promise_of(best))

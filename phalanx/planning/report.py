@@ -3,6 +3,7 @@ a person reads of a candidate is computed here, so that the dashboard's text, pi
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
@@ -72,6 +73,9 @@ class PlanReport(SearchResult):
                 "gpus": hardware.gpus,
                 "nodes": hardware.nodes,
                 "memory": hardware.gpu.memory,
+                "nics": hardware.nics,
+                "network": hardware.network,
+                "island_bandwidth": hardware.island_bandwidth,
                 "price": hardware.price,
                 "failures": None if hardware.failures is None else hardware.failures.rate,
                 "sources": list(hardware.sources),
@@ -116,8 +120,7 @@ def report_of(run: Run, hardware: Hardware, result: SearchResult, *, aim: Litera
     """The report of a search for this run on these machines."""
     searched = {item.name: getattr(result, item.name) for item in fields(SearchResult)}
     searched["alternatives"] = _distinct(result)
-    unknown = f"The planner does not know what {run.model.module} computes: it assumes a decoder of the sizes in the run file."
-    assumptions = (*([unknown] if run.model.module else ()), *result.assumptions, *hardware.assumed)
+    assumptions = (*_module_assumptions(run), *result.assumptions, *hardware.assumed)
     searched["assumptions"] = tuple(dict.fromkeys(assumptions))
     return PlanReport(
         **searched,
@@ -148,6 +151,28 @@ def _fixed_keys(run: Run, result: SearchResult) -> list[str]:
     if not keys or result.considered <= 1:
         return []
     return [f"The search kept the [layout] of the run file ({', '.join(keys)}): --free searches all layouts and compares."]
+
+
+def _module_assumptions(run: Run) -> Iterator[str]:
+    """What is known of a custom module, and what is not."""
+    name, size = run.model.module, run.model.measured
+    if name is None:
+        return
+    if size is None:
+        yield f"The planner does not know what {name} computes: it assumes a decoder of the sizes in the run file."
+        return
+    counted = f"{name} was built without memory: {size.parameters:,} parameters"
+    if size.activations is None:
+        yield f"{counted}, about {size.flops_per_token:,.0f} FLOPs per token. Its step could not be traced ({size.untraced or 'no reason is known'})."
+        yield "Its activations are estimated from the number of parameters."
+        return
+    rank = " on each tensor rank" if run.layout.tensor > 1 else ""
+    flops = f"{size.traced_flops_per_token or 0:,.0f} FLOPs per token (for MFU {size.flops_per_token:,.0f}, 6 per weight)"
+    yield f"{counted}, {flops}, {size.activations:,.0f} bytes of activations per token{rank}."
+    yield (
+        f"How fast the kernels of {name} are is not known: its FLOPs count like matrix products, and the bytes that it keeps like memory traffic."
+    )
+    yield "A custom module is not cut into stages, sequences or experts, and tensor parallelism is as layout.tensor says."
 
 
 def why(result: SearchResult, aim: Literal["time", "price"]) -> list[str]:

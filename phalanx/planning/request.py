@@ -46,6 +46,12 @@ class PlanRequest:
     top: int = 10
     """Runners-up in the report."""
 
+    def __post_init__(self) -> None:
+        """Everything that predicts reads the size of a custom module off the run's model."""
+        if self.module_size is not None:
+            model = replace(self.run.model, measured=self.module_size)
+            object.__setattr__(self, "run", replace(self.run, model=model))
+
     @property
     def cluster(self) -> Hardware:
         """The machines to plan for. RunError where the run file names a cluster that does not exist, or a GPU that is not there."""
@@ -69,9 +75,9 @@ class PlanRequest:
     @property
     def size(self) -> Size:
         """Parameters and FLOPs of the model."""
-        if self.module_size is not None:
-            return self.module_size
         model = self.run.model
+        if model.measured is not None:
+            return model.measured
         assert model.module is None, "a custom module is measured before it is planned for"
         return Size(
             parameters=model.parameters(),

@@ -75,6 +75,11 @@ class SolveReport:
 
 def solve(run: Run, hardware: Hardware, what: What = "gpus", limits: Limits = NO_LIMITS) -> SolveReport:
     """The answer to one question. RunError where there is none."""
+    if what == "model" and run.model.module is not None:
+        raise RunError(
+            f"--solve model scales a built-in decoder, but model.module = {run.model.module!r} has the size that it has: remove --solve, or "
+            "model.module."
+        )
     answers = {"gpus": _cluster, "model": _model, "batch": _batch}
     return answers[what](run, hardware, limits)
 

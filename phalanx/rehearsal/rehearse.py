@@ -66,6 +66,11 @@ _NEEDS_VALUES = (
 )
 """What torch raises where fake tensors are asked for values."""
 
+
+class NeedsValues(RunError):
+    """The program reads the values of a tensor, which rehearsals do not have. It may train all the same."""
+
+
 Situation = tuple[str, int, tuple[tuple[int, int, int, bool, bool], ...], int]
 """Kind and stage of an action; for each stage its number, the micro-batches in progress, those with a deferred weight backward, whether
 it has gradients, and whether its last action was not a forward, after which parameters stay gathered; receives that have started."""
@@ -171,7 +176,7 @@ def rehearse(run: Run, plan: Plan, rank: int, device: RehearsalDevice) -> Rehear
             with rehearsed_program(resolved(run, plan), plan, rank, device) as (program, tracker):
                 rehearsal = _run(program, tracker, device)
         except _NEEDS_VALUES as error:
-            raise RunError(
+            raise NeedsValues(
                 f"The program cannot be rehearsed: it reads the values of a tensor ({_short(error)}), and rehearsals have none; "
                 "a module of your own must not depend on values on the host."
             ) from error

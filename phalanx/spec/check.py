@@ -13,7 +13,7 @@ from phalanx.spec.errors import RunError, around, divisors, either, multiples, n
 from phalanx.spec.keys import BARE, KEYS, OPTIONAL, Finding, Wrong, apply_rules, keys_in, tables_in
 from phalanx.spec.model import ModelSpec
 from phalanx.spec.origin import origin, overridable
-from phalanx.spec.run import PORTS_PER_NODE, Cluster, Run, Source
+from phalanx.spec.run import PARTS, PORTS_PER_NODE, Cluster, Run, Source
 from phalanx.spec.sources import kinds, vocabulary_size
 
 
@@ -229,9 +229,14 @@ def _ports(run: Run) -> Iterator[str]:
 
 def _planned_cluster(run: Run) -> Iterator[str]:
     """Parts of a cluster mean nothing without the GPU, which `cluster.gpu` or `cluster.name` gives; planning looks the names up."""
-    if run.cluster.name is not None or run.cluster.gpu is not None:
+    cluster = run.cluster
+    product = cluster.nodes * (cluster.gpus_per_node or 0)
+    if cluster.nodes > 1 and product and cluster.gpus not in (None, product):
+        remedy = f"remove cluster.gpus, or set it to {product}"
+        yield f"$cluster.gpus is not $cluster.nodes times $cluster.gpus_per_node, which is {product}: {remedy}."
+    if cluster.name is not None or cluster.gpu is not None:
         return
-    for key in ("gpus", "node", "network"):
+    for key in PARTS:
         if getattr(run.cluster, key) is not None:
             yield (
                 f"$cluster.{key} is part of a cluster to plan for, but nothing says which GPU it has$(cluster.gpu)$(cluster.name): "

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from phalanx.spec.fields import NO_EFFECT, NOT_A_KEY, TRAINING_ONLY, within
+from phalanx.spec.plan import Size
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -148,6 +149,8 @@ class ModelSpec:
     """Standard deviation of the initial weights; divided by sqrt(2·layers) for weights that write into the residual stream."""
     vocab_undecided: bool = field(default=False, compare=False, metadata=NOT_A_KEY)
     """The rows are the preset's although the default tokenizer has far fewer tokens, and nobody has confirmed them."""
+    measured: Size | None = field(default=None, compare=False, metadata=NOT_A_KEY)
+    """The size of a custom module, counted from the module itself; None: not counted yet."""
 
     @property
     def kv(self) -> int:
@@ -191,12 +194,16 @@ class ModelSpec:
     def parameters(self) -> int:
         """Number of parameters, equal to the module's own count (a test compares them on the meta device).
 
-        For a custom module this is the count of a built-in decoder of these sizes.
+        For a custom module that was not measured this is the count of a built-in decoder of these sizes.
         """
+        if self.measured is not None:
+            return self.measured.parameters
         return self._total(self.moe.experts if self.moe else 0)
 
     def active_parameters(self) -> int:
         """Parameters that one token uses: all but the routed experts it is not sent to. The embedding counts in full."""
+        if self.measured is not None:
+            return self.measured.active
         return self._total(self.moe.active if self.moe else 0)
 
     @property
@@ -210,8 +217,11 @@ class ModelSpec:
 
         The head counts, the embedding look-up does not; of the experts, those that a token is sent to count. Attention counts in
         full, as if it were not causal: the convention of the PaLM paper, so that MFU compares with published figures. `causal` counts
-        half of it, what a causal kernel computes. With latent attention the width is the mean of the widths of queries and values.
+        half of it, what a causal kernel computes. With latent attention the width is the mean of the widths of queries and values. Of a custom
+        module that was measured, 6 per weight of its own matrices.
         """
+        if self.measured is not None:
+            return self.measured.flops_per_token
         dense, sparse = self._blocks()
         matrices = (dense + sparse) * self.attention_matrices() + dense * self._dense_matrices()
         matrices += sparse * self._expert_matrices(self.moe.active if self.moe else 0)

@@ -76,6 +76,22 @@ class Size:
     """Parameters that one token passes through; fewer than all in a mixture of experts."""
     flops_per_token: float
     """FLOPs of the forward and backward of one token."""
+    width: int = 0
+    """Of a custom module: the width of its embedding; 0: unknown, as in everything below."""
+    blocks: int = 0
+    """Layers that it holds in `blocks`; 0: none."""
+    rank_parameters: int | None = None
+    """Parameters of one of the run's tensor ranks, before sharding; None: not traced, as in everything below."""
+    traced_flops_per_token: float | None = None
+    """FLOPs of one token's forward and backward on one device, as traced: `flops_per_token`, which MFU is computed with, is 6 per weight."""
+    rank_flops_per_token: float | None = None
+    """The same of such a rank."""
+    activations: float | None = None
+    """Bytes by which the memory of such a rank grows with each token of a micro-batch, in the run's number format."""
+    recomputed_activations: float | None = None
+    """The same with all blocks recomputed; None: it has no blocks."""
+    untraced: str | None = None
+    """Why its step could not be traced."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -277,15 +277,19 @@ class Cluster:
     ssh: str = "ssh"
     """launcher = "ssh": the command that connects to a host, with options of yours such as `ssh -F my-config`."""
     name: str | None = None
-    """A cluster to plan for instead of this machine: a catalogue name, which `phalanx clusters` lists, or a TOML file. The four keys below describe or change parts of it. `phalanx train` requires this machine to be that cluster."""
+    """A cluster to plan for instead of this machine: a catalogue name, which `phalanx clusters` lists, or a TOML file of your own, for which `phalanx clusters show NAME --toml` prints a template. The six keys below describe or change parts of it. `phalanx train` requires this machine to be that cluster."""
     gpu: str | None = None
-    """Catalogue name of the GPU to plan for."""
+    """The GPU to plan for: a catalogue name or a TOML file."""
     gpus: int | None = field(default=None, metadata=within(1, 10_000_000))
-    """Number of GPUs, over all nodes. Default: those of one node."""
+    """Number of GPUs, over all nodes. Default: those of `nodes` nodes."""
     node: str | None = None
-    """Catalogue name of the node type. Default: the usual one for the GPU."""
+    """The node type: a catalogue name or a TOML file. Default: the usual one for the GPU."""
+    gpus_per_node: int | None = field(default=None, metadata=within(1, 4096))
+    """GPUs of each node. Default: those of the node type."""
     network: str | None = None
-    """Catalogue name of the network between nodes. Default: the usual one for the node."""
+    """One network port between nodes: a catalogue name or a TOML file. Default: the usual one for the node."""
+    nics: int | None = field(default=None, metadata=within(1, 1024))
+    """Network ports of each node. Default: those of the node type."""
     kubernetes: Kubernetes = field(default_factory=Kubernetes)
     """launcher = "kubernetes": the pods."""
 
@@ -296,6 +300,10 @@ class Cluster:
             return None
         low, high = map(int, self.ports.split("-"))
         return range(low, high + 1)
+
+
+PARTS = ("gpu", "gpus", "node", "gpus_per_node", "network", "nics")
+"""Keys of [cluster] that describe machines to plan for, besides `name`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

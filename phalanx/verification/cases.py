@@ -215,7 +215,7 @@ def _planned(run: Run, gpus: Gpus) -> tuple[Run, Plan]:
     """The run as it would train on as many devices as it has ranks, and its plan. On GPUs the plan resolves what [memory] leaves open."""
     ranks = run.layout.ranks
     machine = replace(_MACHINE, gpus=tuple(gpus[rank % len(gpus)] for rank in range(ranks)) if gpus else ())
-    planned = plan_run(run, machine, ranks, measure(run))
+    planned = plan_run(run, machine, ranks, measure(run, machine, trace=False))
     return planned.run if gpus else run, planned.plan
 
 

@@ -2,7 +2,8 @@
 
     python -m phalanx.worker.measure_process < RUN.toml
 
-It prints a JSON object on the last line: parameters, active, flops_per_token; or problems, a list of sentences.
+It prints a JSON object on the last line: the fields of `Size`, without those of a trace; or problems, a list of sentences. A custom
+module is also built as rank 0 of the run's layout, without memory, so that what cannot be cut is found before any rank starts.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ import importlib
 import json
 import sys
 import traceback
+from collections.abc import Callable
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,24 +28,32 @@ from phalanx.spec import hf_config
 from phalanx.spec.errors import RunError
 from phalanx.spec.load import loads
 from phalanx.spec.origin import origin_folder
+from phalanx.spec.plan import Size
 from phalanx.spec.run import Run
+from phalanx.transforms.blocks import blocks
 from phalanx.transforms.precision import computing
 
 _MAX_TRIED = 1 << 30  # parameters up to which the forward is tried: 4 GiB of memory for a moment
 
 
 def main() -> None:
+    print_size(lambda: measure(loads(sys.stdin.read())))
+
+
+def print_size(ask: Callable[[], Size]) -> None:
+    """Prints the size that a process was asked for, or the problems in its way with the user's line that caused them."""
     try:
-        answer = measure(loads(sys.stdin.read()))
+        shown: dict[str, Any] = asdict(ask())
     except RunError as error:
-        answer = {"problems": [problem.rstrip(".") + _place(error.__cause__) for problem in error.problems]}
-    print("\n" + json.dumps(answer), flush=True)
+        shown = {"problems": [problem.rstrip(".") + _place(error.__cause__) for problem in error.problems]}
+    print("\n" + json.dumps(shown), flush=True)
 
 
-def measure(run: Run) -> dict[str, Any]:
+def measure(run: Run) -> Size:
     """Check the run's model and count its parameters."""
     model = build(run.model)
     if run.model.module is not None:
+        try_cuts(run, model)
         try_forward(run, model)
     elif run.model.from_ is not None:
         folder = origin_folder(run.model.from_)
@@ -53,7 +64,32 @@ def measure(run: Run) -> dict[str, Any]:
     if not any(isinstance(m, nn.Linear) and m.out_features == run.model.rows for m in model.modules()):
         # Tied embeddings: the token embedding also computes the logits.
         multiplied += sum(w.numel() for w in looked_up.values() if w.shape[0] == run.model.rows)
-    return {"parameters": parameters, "active": parameters, "flops_per_token": 6.0 * multiplied}
+    return Size(
+        parameters=parameters,
+        active=parameters,
+        flops_per_token=6.0 * multiplied,
+        width=max((w.shape[1] for w in looked_up.values()), default=run.model.dim),
+        blocks=len(list(getattr(model, "blocks", nn.ModuleList()).children())),
+    )
+
+
+def try_cuts(run: Run, model: nn.Module) -> None:
+    """Raise RunError if the run's layout cannot cut the model, or a setting needs blocks that it does not have."""
+    memory = run.memory
+    for setting, is_set in (
+        ('precision.compute = "fp8"', run.precision.compute == "fp8"),
+        ("memory.compile = true", memory.compile),
+        (f'memory.recompute = "{memory.recompute}"', memory.recomputes),
+        ('memory.activations = "cpu"', memory.activations == "cpu"),
+    ):
+        if is_set:
+            blocks([model], setting)
+    layout = replace(run.layout, data=run.layout.data or 1)
+    if replace(layout, data=1).ranks > 1:
+        from phalanx.training.build import dry_build  # seconds of imports that other runs need not wait for
+
+        with dry_build(run, layout, 0):
+            pass
 
 
 def try_forward(run: Run, model: nn.Module) -> None:

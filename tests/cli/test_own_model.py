@@ -96,3 +96,26 @@ def test_example_run_file_loads() -> None:
     run = load(EXAMPLES / "own_model.toml")
     assert run.model.module == "examples.own_model:Recurrent"
     assert dict(run.model.options) == {"memory": 2.0}
+
+
+def test_a_module_that_cannot_be_cut_is_refused_once_before_any_rank_starts(workshop: Workshop) -> None:
+    shutil.copytree(EXAMPLES, workshop.path / "examples", ignore=shutil.ignore_patterns("__pycache__"))
+    ended = workshop.run("train", "examples/own_model.toml", *SHORT, "layout.tensor=2", "--json")
+    assert ended.code == 2, ended
+    (sentence,) = ended.json["error"]
+    assert sentence.startswith("layout.tensor = 2 has nothing to cut in this model") and "set layout.tensor = 1" in sentence
+    assert ended.shown.count("nothing to cut") == 2, "on standard error, and in the JSON object"
+    assert not (workshop.path / "runs").exists()
+
+
+@pytest.mark.slow
+def test_plan_counts_the_module_itself(workshop: Workshop, example: ModuleType) -> None:
+    shutil.copytree(EXAMPLES, workshop.path / "examples", ignore=shutil.ignore_patterns("__pycache__"))
+    ended = workshop.run("plan", "examples/own_model.toml", "--json")
+    assert ended.code == 0, ended
+    whole = sum(p.numel() for p in example.Recurrent(ModelSpec(dim=128, layers=4, vocab=257)).parameters())
+    assert ended.json["model"]["parameters"] == whole
+    said = " ".join(ended.json["assumed"])
+    assert f"{whole:,} parameters" in said and "bytes of activations per token" in said
+    states = {name: ended.json["best"]["memory"][name] for name in ("parameters", "optimizer")}
+    assert states == {"parameters": pytest.approx(4 * whole, rel=0.01), "optimizer": pytest.approx(8 * whole, rel=0.01)}

@@ -31,6 +31,8 @@ class BlockActivations(NamedTuple):
 
 def block_activations(jobs: JobTable) -> BlockActivations:
     """Activations of one block under the job's recomputation."""
+    if np.any(jobs.traced_activations):
+        return _traced(jobs)
     dense, sparse = _block_bytes(jobs)
     has_experts = jobs.sparse_layers > 0
     deferred = np.where(has_experts, sparse.products, dense.products)
@@ -48,6 +50,14 @@ def block_activations(jobs: JobTable) -> BlockActivations:
     return BlockActivations(
         mixed(dense), mixed(sparse), np.where(jobs.recompute > 0, live, 0.0), _backward_bytes(jobs), deferred
     )
+
+
+def _traced(jobs: JobTable) -> BlockActivations:
+    """An equal part, for each block, of what a custom module's trace has shown: activations, logits and the worst moment of the backward."""
+    part = np.where(jobs.recompute == RECOMPUTE.index("full"), recomputed_fraction(jobs), 0.0)
+    token = part * jobs.traced_recomputed + (1 - part) * jobs.traced_activations
+    kept = token * jobs.tokens / jobs.layers
+    return BlockActivations(kept, kept, 0.0, 0.0, kept)
 
 
 class _BlockBytes(NamedTuple):
@@ -211,7 +221,9 @@ class HeadActivations(NamedTuple):
 
 
 def head_activations(jobs: JobTable) -> HeadActivations:
-    """The head and the loss, once more for each MTP depth."""
+    """The head and the loss, once more for each MTP depth. A trace of a custom module counts them with its blocks."""
+    if np.any(jobs.traced_activations):
+        return HeadActivations(0.0, 0.0, 0.0)
     tokens, size, low, divided = jobs.tokens, jobs.compute_bytes, jobs.compute_bytes < 4, jobs.tensor > 1
     chunk, depths, columns = jobs.loss_chunk, 1 + jobs.mtp_depth, jobs.vocab / jobs.tensor
     states = 4.0 * jobs.dim * residual_tokens(jobs) + np.where(low, 2, 4) * jobs.dim * tokens

@@ -310,8 +310,10 @@ def rank_sizes(jobs: JobTable, sizes: PartSizes, share: PipelineShare) -> RankSi
 
 
 def has_masters(jobs: JobTable) -> Column:
-    """Whether a rank that shards nothing keeps 16-bit weights next to fp32 master weights: on GPUs, unless the states are elsewhere."""
-    return (jobs.shard == 1) & (jobs.compute_bytes < 4) & (jobs.on_cpu == 0) & (jobs.offload == 0)
+    """Whether a rank that shards nothing keeps 16-bit weights next to fp32 master weights: on GPUs, unless the states are elsewhere or the
+    module is a custom one."""
+    built_in = jobs.traced_flops == 0
+    return (jobs.shard == 1) & (jobs.compute_bytes < 4) & (jobs.on_cpu == 0) & (jobs.offload == 0) & built_in
 
 
 def sums_gradients(jobs: JobTable) -> Column:

@@ -15,6 +15,7 @@ from phalanx.planning.machines.cluster import Hardware
 from phalanx.planning.machines.rates import Column, Rates
 from phalanx.schedules.makers import NAMES
 from phalanx.spec.model import ModelSpec
+from phalanx.spec.plan import Size
 
 Table = TypeVar("Table")
 SCHEDULES = NAMES
@@ -22,6 +23,9 @@ RECOMPUTE = ("none", "selective", "full")
 OFFLOAD = ("none", "cpu", "nvme")
 METHODS = ("ring", "gather", "ulysses")
 """A code is an index into these."""
+TOKEN_BYTES = 100.0
+"""Bytes of activations of a token in 16 bits, divided by the square root of the parameters: 99 for a Llama of 8 B and 110 for one of
+1 B, as width and depth grow together. For custom modules whose step was not traced."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -137,6 +141,12 @@ class JobTable:
     """What attention keeps of the scores: 0 nothing, 1 a mask between documents, 2 the whole table (no fused kernel)."""
     on_cpu: Column = 0
     """1: devices are CPU cores, whose kernels keep more."""
+    traced_flops: Column = 0
+    """FLOPs of a token's forward and backward on one tensor rank, of a custom module whose step was traced; 0: the columns above describe it."""
+    traced_activations: Column = 0
+    """Bytes of a token's activations, logits included, on one tensor rank of such a module."""
+    traced_recomputed: Column = 0
+    """The same with all blocks recomputed."""
 
     # Derived columns, computed once because all equations use them.
     accumulation: Column = field(init=False)
@@ -182,8 +192,45 @@ def in_chunks(judge: Callable[..., Table], chunk: int, jobs: JobTable, *others: 
     return whole
 
 
-def model_columns(model: ModelSpec) -> dict[str, float]:
-    """The fields of JobTable that describe the model."""
+def is_counted(model: ModelSpec) -> bool:
+    """Whether a custom module was traced, so that the equations know what it takes and computes."""
+    return model.measured is not None and model.measured.activations is not None
+
+
+def module_columns(size: Size, model: ModelSpec, tensor: int, compute_bytes: int) -> dict[str, float]:
+    """The fields of JobTable that describe a custom module: blocks of equal weights and an embedding, which sum up to its parameters. Time and
+    activations follow from its trace; without one, activations are estimated from the number of parameters."""
+    layers, width = size.blocks or model.layers, max(size.width, 1)
+    rank = size.rank_parameters or size.parameters
+    kept = size.activations or TOKEN_BYTES * math.sqrt(size.parameters) * compute_bytes / 2
+    norms = (2 * layers + 1) * width
+    table = model.rows * width / tensor
+    if table + norms >= rank:  # hardly anything but norms, or no embedding of this width
+        width, table = 1, 0.0
+        norms = 2 * layers + 1
+    return {
+        "layers": layers,
+        "dim": width,
+        "attention_weights": max(rank - table - norms, 0.0) * tensor / layers,
+        "score_width": 1,
+        "value_width": 1,
+        "kv_width": 0,
+        "heads": 1,
+        "kv_heads": tensor,
+        "ffn": 0,
+        "gated": 0,
+        "vocab": table * tensor / width,
+        "tied": 1,
+        "traced_flops": size.rank_flops_per_token or size.flops_per_token,
+        "traced_activations": kept,
+        "traced_recomputed": size.recomputed_activations or kept,
+    }
+
+
+def model_columns(model: ModelSpec, tensor: int = 1, compute_bytes: int = 2) -> dict[str, float]:
+    """The fields of JobTable that describe the model. `tensor`: the degree at which a custom module was traced."""
+    if model.measured is not None:
+        return module_columns(model.measured, model, tensor, compute_bytes)
     mla, moe = model.mla, model.moe
     if mla is None:
         score = value = model.heads * model.head

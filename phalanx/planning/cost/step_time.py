@@ -68,6 +68,7 @@ def _judge(jobs: JobTable, rates: Rates) -> Times:
     # On CPUs the constants were measured on whole steps, so every part is equally certain.
     squares = sum((doubt / _COMPUTE * parts[name]) ** 2 for name, doubt in _PARTS.items())
     far = 1.0 if np.all(jobs.on_cpu) else rates.doubt * np.sqrt(1 + squares / (step * step))
+    far = far * np.where(jobs.traced_flops > 0, _TRACED, 1.0)
     pieces = {"forward": forward, "input": backward - deferred, "weight": deferred, "head": extra, "hop": one_hop}
     pieces = {name: value * rates.software for name, value in pieces.items()}
     return Times(
@@ -188,6 +189,8 @@ class Times:
 
 
 _COMPUTE = 0.07
+_TRACED = 2.0
+"""How much wider the interval of a custom module is, on a logarithmic scale: nothing is known of its kernels."""
 _PARTS = {"data": 0.4, "launch": 0.2, "expert": 0.2, "tensor": 0.25, "bubble": 0.1}
 """Relative standard deviation of each part's prediction: matrix products are alike everywhere, networks and hosts are not."""
 
@@ -295,6 +298,8 @@ def sparse_fraction(jobs: JobTable) -> Column:
 
 def block_time(jobs: JobTable, rates: Rates) -> BlockTime:
     """One block, on one rank of the tensor and expert groups."""
+    if np.any(jobs.traced_flops):
+        return _traced_block(jobs, rates)
     tokens, tensor, sparse = jobs.tokens, jobs.tensor, sparse_fraction(jobs)
     mean_ffn = (1 - sparse) * jobs.ffn + sparse * jobs.shared_ffn
     matrices_of_ffn = 2 + jobs.gated
@@ -321,6 +326,16 @@ def block_time(jobs: JobTable, rates: Rates) -> BlockTime:
     drained = rates.kernels * rates.drain * np.where(jobs.compiled > 0, rates.fused, 1.0)
     moved = moved + tokens / tensor * (unfused + merged) + drained
     return BlockTime(matrices, forward, forward * (2.5 / rates.attention_backward), moved)
+
+
+def _traced_block(jobs: JobTable, rates: Rates) -> BlockTime:
+    """A block of a traced custom module, its part of the head included: all FLOPs count as matrix products, and every byte that is kept for the
+    backward as written once and read once."""
+    rows = 1 + rates.knee * (2 / jobs.dim + 1 / jobs.tokens)
+    flops = jobs.traced_flops / 3 / jobs.layers * jobs.tokens
+    moved = 2 * jobs.traced_activations / jobs.layers * jobs.tokens / (jobs.bandwidth * rates.memory)
+    drained = rates.kernels * rates.drain
+    return BlockTime(flops / (jobs.peak * rates.gemm) * rows, 0.0, 0.0, moved + drained)
 
 
 def _aligned(size: Column, parts: Column) -> Column:
@@ -377,6 +392,8 @@ def _experts(jobs: JobTable, rates: Rates, sparse: Column) -> tuple[Column, Colu
 
 def head_time(jobs: JobTable, rates: Rates) -> BlockTime:
     """The output matrix and the loss, once more for each MTP depth."""
+    if np.any(jobs.traced_flops):
+        return BlockTime(0.0, 0.0, 0.0, 0.0)
     tokens = jobs.tokens * (1 + jobs.mtp_depth) / jobs.tensor
     rows = 1 + rates.knee * (1 / jobs.dim + 1 / jobs.tokens)
     matrices = tokens * rows * (2 * jobs.dim * jobs.vocab / (jobs.peak16 * rates.gemm))

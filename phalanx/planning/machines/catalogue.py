@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -35,16 +34,6 @@ def entry(kind: str, name: str, asked_by: str) -> Mapping[str, Any]:
     if name not in known:
         raise RunError(f"{asked_by} = {quote(name)} is not {KINDS[kind]} of the catalogue: {_remedy(name, known)}")
     return known[name]
-
-
-def own_file(path: str, asked_by: str) -> dict[str, Any]:
-    """A user's own TOML file, in the format of the catalogue."""
-    try:
-        return tomllib.loads(Path(path).expanduser().read_text(encoding="utf-8"))
-    except OSError as error:
-        raise RunError(f"{asked_by} = {quote(path)} cannot be read ({error.strerror or error}): check the path.") from error
-    except ValueError as error:
-        raise RunError(f"{asked_by} = {quote(path)} is not valid TOML ({error}).") from error
 
 
 def _remedy(name: str, known: Mapping[str, Any]) -> str:

@@ -66,6 +66,8 @@ class Hardware:
     full_node: int | None = None
     """Devices of a full host, where these hosts have fewer; None: `node`."""
     full_island: int | None = None
+    nics: int | None = None
+    """Network ports of one host; None: this machine, whose ports are not counted."""
     assumed: tuple[str, ...] = ()
     """Sentences on what neither the catalogue nor the machine says."""
 

@@ -3,18 +3,17 @@ a user's file, or this machine. Everything that predicts calls `hardware`; what 
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
-from dataclasses import asdict, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
-from phalanx.planning.machines.catalogue import FORMATS, GpuEntry, entry, find_gpu, gpu_entry, named_gpu, own_file
+from phalanx.planning.machines import own_parts
+from phalanx.planning.machines.catalogue import GpuEntry, entry, find_gpu
 from phalanx.planning.machines.cluster import Failures, Hardware, with_measured
 from phalanx.planning.machines.cpu import cpu_hardware
-from phalanx.planning.machines.rates import NAMES
-from phalanx.spec.errors import RunError, did_you_mean, noun, quote
+from phalanx.spec.errors import RunError
 from phalanx.spec.plan import Machine
-from phalanx.spec.run import Run
+from phalanx.spec.run import PARTS, Run
 
 _HOST_PART = 0.8
 """Fraction of a host link's nominal bandwidth that copies reach: 12.6 of 15.75 GB/s on PCIe 3, 25 of 31.5 on PCIe 4."""
@@ -33,8 +32,7 @@ _UNKNOWN = GpuEntry(
 
 def planned(run: Run) -> bool:
     """Whether [cluster] names machines to plan for; if not, the plan is for this machine."""
-    cluster = run.cluster
-    return any(key is not None for key in (cluster.name, cluster.gpu, cluster.gpus, cluster.node, cluster.network))
+    return any(getattr(run.cluster, key) is not None for key in ("name", *PARTS))
 
 
 def hardware(run: Run, machine: Machine | None) -> Hardware:
@@ -71,41 +69,35 @@ def mismatch(run: Run, machine: Machine) -> list[str]:
         return []
     return [
         f"The run is planned for {wanted.gpus:,} × {wanted.gpu.key} ({wanted.name}), but this machine has {has}: use `phalanx plan`, "
-        "`phalanx rehearse` or `phalanx simulate`, or remove the keys name, gpu, gpus, node and network of [cluster] to train on "
-        "this machine."
+        "`phalanx rehearse` or `phalanx simulate`, or remove the keys name, {', '.join(PARTS)} of [cluster] to train on this machine."
     ]
 
 
 def _named(run: Run) -> Hardware:
-    name = run.cluster.name
+    cluster, name = run.cluster, run.cluster.name
     base: Mapping[str, Any] = {}
     if name is not None:
-        base = own_cluster(name) if name.endswith(".toml") else entry("clusters", name, "cluster.name")
-    given = {key: value for key, value in asdict(run.cluster).items() if value is not None}
-    chosen_by = {key: f"cluster.{key}" if key in given else key for key in ("gpu", "node", "network")}
-    parts = {**base, **given}
-    if (chosen := parts.get("gpu")) is None:
-        raise RunError(
-            '[cluster] names no GPU to plan for: set cluster.gpu, such as cluster.gpu = "h100-sxm", or cluster.name.'
-        )
-    gpu = chosen if isinstance(chosen, GpuEntry) else named_gpu(chosen, chosen_by["gpu"])
-    if run.cluster.device not in (None, gpu.device):
-        raise RunError(
-            f'cluster.device = "{run.cluster.device}" but {gpu.name} is a "{gpu.device}" device: remove cluster.device.'
-        )
-    if run.precision.compute == "fp8" and gpu.device != "cpu" and gpu.peak("fp8") is None:
-        raise RunError(f'precision.compute = "fp8" but {gpu.name} does not multiply in it: set precision.compute = "bf16".')
+        base = own_parts.cluster(name, "cluster.name") if own_parts.is_file(name) else entry("clusters", name, "cluster.name")
+    gpu = _device(run, base)
     # Another GPU than the named cluster's comes in its own usual node.
-    usual = gpu.node if parts["gpu"] != base.get("gpu") else base.get("node", gpu.node)
-    node = entry("nodes", run.cluster.node or usual, chosen_by["node"])
-    gpus = parts.get("gpus", node["gpus"])
-    built = _build(gpu, gpus, node, parts.get("network", node["network"]), chosen_by["network"])
+    other = cluster.gpu is not None and cluster.gpu != _key(base.get("gpu"))
+    usual = gpu.node if other else base.get("node", gpu.node)
+    node = own_parts.node(cluster.node or usual, "cluster.node", gpu.node) if cluster.node or isinstance(usual, str) else usual
+    if cluster.gpus_per_node is not None:
+        node = own_parts.resized(node, cluster.gpus_per_node)
+    whole = base.get("gpus") or node["gpus"] * base.get("nodes", cluster.nodes)
+    gpus = cluster.gpus or whole
+    wire = own_parts.link(cluster.network or base.get("network", node["network"]), "cluster.network")
+    nics = cluster.nics or base.get("nics", node["nics"])
+    # A network that was chosen apart from its node has that node's number of ports, which few people expect.
+    unsaid = (cluster.network or "network" in base) and nics == node["nics"] and cluster.nics is None and "nics" not in base
+    built = _build(gpu, gpus, own_parts.with_ports(node, nics), wire, ports_of=node["name"] if unsaid else None)
     own_name = f"{gpus:,} × {gpu.key}" if name is None else base["name"]
     return replace(
         built,
-        name=own_name if name is None or gpus == base["gpus"] else f"{own_name}, {gpus:,} devices",
+        name=own_name if name is None or gpus == whole else f"{own_name}, {gpus:,} devices",
         rails=base.get("rails", built.rails),
-        storage=base["storage"] * 1e9 / -(-base["gpus"] // node["gpus"]) if "storage" in base else built.storage,
+        storage=base["storage"] * 1e9 / -(-whole // node["gpus"]) if "storage" in base else built.storage,
         price=base.get("price", built.price),
         failures=failure_rates(base["failures"]) if "failures" in base else built.failures,
         measured=tuple(base.get("measured", {}).items()),
@@ -113,13 +105,36 @@ def _named(run: Run) -> Hardware:
     )
 
 
-def _build(gpu: GpuEntry, gpus: int, node: Mapping[str, Any], network: str, asked_by: str) -> Hardware:
+def _device(run: Run, base: Mapping[str, Any]) -> GpuEntry:
+    """The device of [cluster], checked against what the run asks of it."""
+    chosen = run.cluster.gpu or base.get("gpu")
+    if chosen is None:
+        raise RunError(
+            '[cluster] names no GPU to plan for: set cluster.gpu, such as cluster.gpu = "h100-sxm", or cluster.name.'
+        )
+    gpu = chosen if isinstance(chosen, GpuEntry) else own_parts.gpu(chosen, "cluster.gpu" if run.cluster.gpu else "gpu")
+    if run.cluster.device not in (None, gpu.device):
+        raise RunError(
+            f'cluster.device = "{run.cluster.device}" but {gpu.name} is a "{gpu.device}" device: remove cluster.device.'
+        )
+    if run.precision.compute == "fp8" and gpu.device != "cpu" and gpu.peak("fp8") is None:
+        raise RunError(f'precision.compute = "fp8" but {gpu.name} does not multiply in it: set precision.compute = "bf16".')
+    if not (gpu.node or run.cluster.node or "node" in base):
+        raise RunError(f'cluster.gpu = "{chosen}" names no node that it is in: set cluster.node, or node in that file.')
+    return gpu
+
+
+def _key(gpu: str | GpuEntry | None) -> str | None:
+    return gpu.key if isinstance(gpu, GpuEntry) else gpu
+
+
+def _build(gpu: GpuEntry, gpus: int, node: Mapping[str, Any], wire: Mapping[str, Any], ports_of: str | None = None) -> Hardware:
+    """`ports_of`: name of the node whose number of ports was taken although the network is another."""
     here = min(node["gpus"], gpus)
-    link, wire = entry("links", node["link"], "link"), entry("links", network, asked_by)
-    host = entry("links", node["host_link"], "host_link")
+    link, host = own_parts.link(node["link"], "link"), own_parts.link(node["host_link"], "host_link")
     price = f"A device costs {gpu.price:.2f} US dollars an hour ({gpu.price_source})." if gpu.price is not None else None
     notes = [f"{thing['name']}: {thing['note']}." for thing in (node, link, wire) if "note" in thing]
-    return Hardware(
+    built = Hardware(
         name=gpu.name,
         device=gpu.device,
         gpu=gpu,
@@ -139,8 +154,29 @@ def _build(gpu: GpuEntry, gpus: int, node: Mapping[str, Any], network: str, aske
         full_node=node["gpus"],
         full_island=node["island"],
         sources=tuple(dict.fromkeys(filter(None, (gpu.source, node["source"], link["source"], wire["source"])))),
-        assumed=tuple(filter(None, (price, *notes, f"{gpu.name}: {gpu.note}." if gpu.note else None))),
+        nics=node["nics"],
     )
+    told = _told(built, link, wire, ports_of)
+    return replace(built, assumed=tuple(filter(None, (*told, price, *notes, f"{gpu.name}: {gpu.note}." if gpu.note else None))))
+
+
+def _told(built: Hardware, link: Mapping[str, Any], wire: Mapping[str, Any], ports_of: str | None) -> Iterator[str]:
+    """The sizes that a plan rests on: devices and their memory, links inside a node and ports out of it, each with its source."""
+    gpu = built.gpu
+    many = f"{built.nodes:,} node{'s' if built.nodes > 1 else ''} with {built.node} × {gpu.name}"
+    yield f"{many}, {gpu.memory / 2**30:.1f} GiB each ({gpu.source})."
+    if built.island > 1:
+        around = "a node" if built.island <= built.node else f"an island of {built.island:,} devices"
+        yield f"Inside {around} each device sends {_rate(built.island_bandwidth)}: {link['name']} ({link['source']})."
+    if built.gpus > built.island:
+        ports, whole = f"{built.nics} port{'s' if built.nics != 1 else ''} of {wire['name']}", wire["bandwidth"] * 1e9
+        why = f" (as many as {ports_of} has; cluster.nics sets their number)" if ports_of else ""
+        rates = f"{_rate(whole * (built.nics or 1))} in all, {_rate(built.network)} per device"
+        yield f"A node has {ports}{why}: {rates} ({wire['source']})."
+
+
+def _rate(bandwidth: float) -> str:
+    return f"{bandwidth / 1e9:.3g} GB/s"
 
 
 def _this_machine(machine: Machine) -> Hardware:
@@ -152,7 +188,7 @@ def _this_machine(machine: Machine) -> Hardware:
     if machine.nodes > 1:
         here = len(machine.gpus) // machine.nodes
         node = {**node, "gpus": here, "island": min(here, node["island"])}
-    built = _build(gpu, len(machine.gpus), node, node["network"], "network")
+    built = _build(gpu, len(machine.gpus), node, own_parts.link(node["network"], "network"))
     assumed = [f"Links are those of {node['name']}."] if len(machine.gpus) > 1 else []
     if gpu.family == "unknown":
         assumed.append(
@@ -175,57 +211,3 @@ def failure_rates(name: str) -> Failures:
     return Failures(
         rates=tuple((component, count / hours) for component, count in table["components"].items()), source=table["source"]
     )
-
-
-_NUMBER = (int, float)
-_KEYS: dict[str, tuple[type, ...]] = {
-    **dict.fromkeys(("name", "node", "network", "failures", "source", "note"), (str,)),
-    **dict.fromkeys(("storage", "price"), _NUMBER),
-    "gpu": (str, dict),
-    "gpus": (int,),
-    "rails": (bool,),
-    "measured": (dict,),
-}
-_GPU: dict[str, tuple[type, ...]] = {
-    **dict.fromkeys(("name", "match", "device", "family", "node", "price_source", "failures", "source", "note"), (str,)),
-    **dict.fromkeys((*FORMATS, "memory", "bandwidth", "power", "price"), _NUMBER),
-}
-_DEVICES = ("cpu", "cuda", "tpu")
-
-
-def own_cluster(path: str) -> dict[str, Any]:
-    """The checked contents of a user's cluster file, such as `cluster.name = "our-cluster.toml"` or what `phalanx bench`
-    wrote: keys name, gpu (of the catalogue, or a table [gpu] like the catalogue's), gpus, node (default: the GPU's usual
-    one), network, rails, storage (GB/s of all hosts together), price, failures, measured."""
-    values = own_file(path, "cluster.name")
-    problems = _problems(path, values, _KEYS, ("gpu", "gpus"))
-    gpu = values.get("gpu")
-    if isinstance(gpu, dict):
-        problems += _problems(f"{path}, [gpu]", gpu, _GPU, ("memory", "bandwidth", "node"))
-        if gpu.get("device", "cuda") not in _DEVICES:
-            problems.append(f"{path}, [gpu]: device = {quote(gpu['device'])} is none of {', '.join(_DEVICES)}.")
-        if not any(name in gpu for name in FORMATS):
-            problems.append(f"{path}, [gpu] gives no peak: set one of {', '.join(FORMATS)}, in TFLOP/s.")
-    measured = values.get("measured")
-    if isinstance(measured, dict):
-        problems += _problems(f"{path}, [measured]", measured, dict.fromkeys(NAMES, _NUMBER))
-    if problems:
-        raise RunError(problems)
-    if isinstance(gpu, dict):
-        unsaid = {"name": "own GPU", "match": "(?!)", "family": "unknown", "source": path}
-        values["gpu"] = gpu_entry(gpu.get("name", "own"), unsaid | gpu)
-    return {"name": path, "source": path} | values
-
-
-def _problems(
-    where: str, values: dict[str, Any], known: dict[str, tuple[type, ...]], needed: tuple[str, ...] = ()
-) -> list[str]:
-    problems = [f"{where}: {key} is missing: set it." for key in needed if key not in values]
-    for key, value in values.items():
-        if key not in known:
-            problems.append(f"{where}: {key} is not a key of such a file{did_you_mean(known, key) or '.'}")
-        elif not isinstance(value, known[key]) or (isinstance(value, bool) and bool not in known[key]):
-            problems.append(f"{where}: {key} = {quote(value)} is {noun(value)}, which is not what belongs there.")
-        elif not isinstance(value, bool) and isinstance(value, int | float) and not 0 < value < math.inf:
-            problems.append(f"{where}: {key} = {quote(value)} must be above 0 and finite.")
-    return problems

@@ -105,6 +105,8 @@ def _variants(space: Space, best: Candidate) -> list[_Variant]:
         toggled = replace(layout, sequence=not layout.sequence)
         variants.append(_Variant("no sequence parallelism" if layout.sequence else "sequence parallelism", toggled, micro))
     variants += _expected(space, layout, micro)
+    if space.run.model.module is not None:  # how other degrees cut a custom module is known once they are tried
+        variants = [variant for variant in variants if variant.layout.tensor == layout.tensor and not variant.layout.sequence]
     return list(dict.fromkeys(variants))[:24]
 
 

@@ -106,7 +106,7 @@ class Space:
         "level" is an index into `levels` and sets recompute and recompute_every."""
         run, model, memory = self.run, self.run.model, self.run.memory
         known: dict[str, Any] = {
-            **model_columns(model),
+            **model_columns(model, run.layout.tensor, 4 if self.compute == "fp32" else 2),
             **machine_columns(self.hardware, self.compute),
             "sequence": run.train.sequence_length,
             "batch": run.batch,
@@ -159,7 +159,13 @@ class Space:
         if memory.recompute != _MEMORY.recompute:
             return [(RECOMPUTE.index(memory.recompute), memory.recompute_every)]
         whole, every = memory.activations == "cpu", memory.recompute_every
+        model = self.run.model
         modes = [level for level in _LEVELS if not (whole and level[0] == SELECTIVE)]
+        if (
+            model.module is not None
+        ):  # what selective recomputation stores of it is unknown, and without blocks nothing is recomputed
+            has_blocks = model.measured is not None and model.measured.recomputed_activations is not None
+            modes = [level for level in modes if level[0] == _NONE or (level[0] == _FULL and has_blocks)]
         if every > 1:
             return [(mode, every) for mode, often in modes if mode != _NONE and often == 1]
         most = self.run.model.layers if self.exact or self.gpus <= _FEW else 1
@@ -231,8 +237,10 @@ class Space:
 
     def _tensor_legal(self, tensor: int) -> bool:
         model = self.run.model
-        if tensor == 1 or model.module is not None:
-            return self.gpus % tensor == 0
+        if model.module is not None:  # only what the run file says was tried
+            return tensor == self.run.layout.tensor and self.gpus % tensor == 0
+        if tensor == 1:
+            return True
         shared = model.moe.shared * model.moe.ffn if model.moe is not None and model.moe.shared else None
         sizes = (model.hidden, model.vocab, shared)
         empty = any(size is not None and leaves_empty_part(size, tensor) for size in sizes)

@@ -1,0 +1,92 @@
+"""Traces a step of a custom module on fake tensors: what its activations take, what it computes, and whether the run's layout can cut it.
+`launch/model_check` starts it, so that plans count the module as it is, and mistakes are found once, before any rank starts.
+
+    python -m phalanx.rehearsal.module_process < QUESTION.json
+
+It prints a JSON object on the last line: the fields of `Size`; or problems, a list of sentences. A module that cannot be traced is not
+refused for that: its size has no activations then, but the reason.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+
+from phalanx.rehearsal.fake_gpu import RehearsalDevice, card
+from phalanx.rehearsal.rehearse import NeedsValues, rehearse
+from phalanx.rehearsal.result import Rehearsal
+from phalanx.spec.errors import RunError
+from phalanx.spec.layout import Layout
+from phalanx.spec.load import loads
+from phalanx.spec.plan import Plan, Size
+from phalanx.spec.run import Memory, Run
+from phalanx.worker.measure_process import measure, print_size
+
+_MANY = 64
+"""Sequences of the smaller of two traced micro-batches: so many that activations, not states, make the peak of a step."""
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    print_size(lambda: answer_question(json.loads(sys.stdin.read())))
+
+
+def answer_question(question: dict[str, Any]) -> Size:
+    run = loads(question["run"])
+    return traced(
+        run, measure(run), question["compute"], RehearsalDevice(card=card(question["gpu"]) if question["gpu"] else None)
+    )
+
+
+def traced(run: Run, size: Size, compute: Literal["fp32", "bf16", "fp16", "fp8"], on: RehearsalDevice) -> Size:
+    """The size with what a trace of the step adds. RunError if one device can compute the step but a rank of the run's layout cannot."""
+
+    def step(layout: Layout, sequences: int, recompute: Literal["none", "full"] = "none") -> Rehearsal:
+        plan = Plan(
+            layout=layout,
+            device="cuda" if on.card else "cpu",
+            threads=1,
+            micro_batch=sequences,
+            accumulation=1,
+            compute=compute,
+            parameters=size.parameters,
+            flops_per_token=size.flops_per_token,
+            peak_flops=None,
+        )
+        return rehearse(replace(run, layout=layout, memory=Memory(recompute=recompute, offload="none")), plan, 0, on)
+
+    try:
+        alone = step(Layout(data=1), _MANY)
+    except NeedsValues as error:
+        return replace(size, untraced=error.problems[0])
+    if alone.error is not None:
+        return replace(size, untraced=f"On fake tensors its step fails: {alone.error}")
+    layout = replace(run.layout, data=1)
+    if layout.ranks > 1 and (failure := step(layout, 1).error) is not None:
+        keys = [f"layout.{key} = {getattr(layout, key)}" for key in ("tensor", "shard") if getattr(layout, key) > 1]
+        raise RunError(
+            f"model.module = {run.model.module!r} computes its step on one device, but not with {' and '.join(keys)}: {failure}. Its forward "
+            f"must call every layer and infer the sizes that ranks share (docs/own-model.md); or set {keys[0].partition(' ')[0]} = 1."
+        )
+    tensor = Layout(data=1, tensor=layout.tensor)
+    fewer, more = (alone if tensor.ranks == 1 else step(tensor, _MANY)), step(tensor, 2 * _MANY)
+    tokens = _MANY * run.train.sequence_length
+    size = replace(
+        size,
+        traced_flops_per_token=sum(alone.flops.values()) / tokens,
+        rank_flops_per_token=sum(fewer.flops.values()) / tokens,
+        rank_parameters=fewer.state["parameters"] // 4,
+        activations=(more.peak - fewer.peak) / tokens,
+    )
+    if not size.blocks:
+        return size
+    some, twice = step(tensor, _MANY, "full"), step(tensor, 2 * _MANY, "full")
+    return replace(size, recomputed_activations=(twice.peak - some.peak) / tokens if twice.error is None else None)
+
+
+if __name__ == "__main__":
+    main()
