@@ -138,6 +138,7 @@ class TokenizePlan:
             identity["template"] = hashlib.sha256(spec.template.encode()).hexdigest()
             # Templates write the texts of special tokens, which are not in tokenizer.json.
             identity["special_tokens"] = dict(sorted(self.tokenizer.special.items()))
+            identity["end"] = "of the template"  # earlier versions added the end token
         return identity
 
     def pieces(self) -> Iterator[Piece]:

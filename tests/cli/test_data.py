@@ -58,8 +58,7 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Captu
         assert "Traceback" not in err
         if code:
             return {}, err
-        *printed, last = out.splitlines()
-        return json.loads(last), "\n".join(printed)
+        return json.loads(out), err
 
     return run
 
