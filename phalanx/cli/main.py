@@ -32,6 +32,7 @@ _VERBS = {
     "stop": "watch_cmd.stop",
     "verify": "verify_cmd.verify",
     "generate": "model_cmd.generate",
+    "chat": "chat_cmd.chat",
     "eval": "model_cmd.eval",
     "data": "data_cmd.app",
     "checkpoint": "checkpoint_cmd.app",

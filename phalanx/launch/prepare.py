@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from phalanx.checkpointing import directory
 from phalanx.checkpointing.location import open_location
+from phalanx.data.chat_turns import model_files
 from phalanx.data.dataset import Dataset, open_dataset
 from phalanx.events.log import read_events
 from phalanx.events.records import DataOpened, Finished, Step
@@ -119,7 +120,7 @@ def prepare(
             begin_launch(rundir, started_by)
         replace_file(rundir.run_file, dump(planned.run))
         replace_file(rundir.plan_file, planned.plan.to_json())
-        _copy_tokenizer(data.tokenizer.files, rundir.tokenizer)
+        _store_tokenizer(data.tokenizer.files, model_files(run.data, data.tokenizer), rundir.tokenizer)
         fingerprint = data.fingerprint if run.cluster.nodes > 1 else ""
         opened = _opened(planned, data)
         return Prepared(planned.run, planned.plan, rundir, started_by, resumes, (*changes, *notices), fingerprint, opened)
@@ -177,13 +178,16 @@ def _last_plan(rundir: RunDir) -> Plan | None:
         return None
 
 
-def _copy_tokenizer(files: Sequence[Path], folder: Path) -> None:
-    """Copy the tokenizer next to the checkpoints, which are useless without it."""
-    for file in files:
+def _store_tokenizer(files: Sequence[Path], of_chats: Mapping[str, str], folder: Path) -> None:
+    """Copy the tokenizer next to the checkpoints, which are useless without it. `of_chats`: files of a run that reads conversations."""
+    if files or of_chats:
         folder.mkdir(exist_ok=True)
+    for file in files:
         partial = folder / f"{file.name}.partial"
         shutil.copyfile(file, partial)
         os.replace(partial, folder / file.name)
+    for name, text in of_chats.items():
+        replace_file(folder / name, text)
 
 
 def _use_directory(directory: Path, run: Run, fresh: bool) -> RunDir:

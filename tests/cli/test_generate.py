@@ -13,6 +13,7 @@ import pytest
 from commands import FinishedRuns, Workshop
 
 from phalanx.cli.main import main
+from phalanx.cli.output import visible
 
 Generate = Callable[..., str]
 
@@ -46,7 +47,7 @@ def test_generate_json(generate: Generate) -> None:
     assert answer["prompt"] == "def " and 1 <= answer["tokens"] <= 20
     assert (answer["step"], answer["damaged"]) == (8, [])
     assert answer["checkpoint"] == "ranks-2/checkpoints/step-00000008"
-    assert plain == f"def {answer['text']}\n"
+    assert plain == f"def {visible(answer['text'])}\n"
 
 
 def test_generate_is_reproducible_by_seed(generate: Generate) -> None:
