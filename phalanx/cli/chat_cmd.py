@@ -132,7 +132,9 @@ class _Chat:
             return
         if not self._conversation.finished:
             full = self._conversation.tokens < self._tokens
-            self._note("(the model's context is full; /reset begins a new conversation)" if full else _LIMIT.format(self._tokens))
+            self._note(
+                "(the model's context is full; /reset begins a new conversation)" if full else _LIMIT.format(self._tokens)
+            )
 
     def _write(self, text: str) -> None:
         self._output.write(text)

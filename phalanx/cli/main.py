@@ -39,6 +39,7 @@ _VERBS = {
     "import": "checkpoint_cmd.import_",
     "export": "checkpoint_cmd.export_hf",
     "tokenize": "data_cmd.tokenize",
+    "tokenizer": "tokenizer_cmd.app",
     "models": "list_cmd.models",
     "clusters": "list_cmd.clusters",
     "schedule": "schedule_cmd.schedule",

@@ -235,7 +235,9 @@ def generate(
 
 
 def _check_chat(prompt: str, chat: bool, options: dict[str, str | None]) -> None:
-    problems = [f"--{name} is for conversations: add --chat." for name, value in options.items() if value is not None and not chat]
+    problems = [
+        f"--{name} is for conversations: add --chat." for name, value in options.items() if value is not None and not chat
+    ]
     if chat and not prompt.strip():
         problems.append("--chat: there is no message to answer; write it behind the model.")
     refuse(problems)

@@ -173,7 +173,7 @@ class ChatRenderer:
 
     def render(self, record: Mapping[str, Any]) -> Rendered:
         """Raises BadRecord if the record is no conversation with an answer."""
-        messages = self._messages(record)
+        messages = messages_of(record, self._field, self._prompt, self._answer)
         if not any(turn["role"] == "assistant" and (turn.get("content") or turn.get("tool_calls")) for turn in messages):
             raise BadRecord(NO_ANSWER, "every message of the assistant is empty")
         extra = {"tools": record["tools"]} if isinstance(record.get("tools"), list) else {}
@@ -202,27 +202,27 @@ class ChatRenderer:
                 raise BadRecord(UNCLEAR, f"message {number}: {error}") from None
         return Rendered(whole.text, tuple(answers))
 
-    def _messages(self, record: Mapping[str, Any]) -> list[Message]:
-        value: Any = record
-        for name in [self._field] if self._field in record else self._field.split("."):
-            value = value.get(name) if isinstance(value, dict) else None
-        if value is None and self._prompt in record and self._answer in record:
-            value = [{"role": "user", "content": record[self._prompt]}, {"role": "assistant", "content": record[self._answer]}]
-            if record.get("system"):
-                value.insert(0, {"role": "system", "content": record["system"]})
-        if value is None:
-            fields = ", ".join(map(str, list(record)[:10])) or "none"
-            raise BadRecord(
-                MISSING, f'neither "{self._field}" nor "{self._prompt}" and "{self._answer}"; its fields are: {fields}'
-            )
-        if not isinstance(value, list) or not value:
-            raise BadRecord(MESSAGES, f'"{self._field}" is not a list of messages')
-        messages: list[Message] = []
-        for number, message in enumerate(value):
-            if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-                raise BadRecord(MESSAGES, f"message {number} is not an object with a role")
-            messages.append(_with_reasoning(_with_text(message, number)))
-        return messages
+
+def messages_of(record: Mapping[str, Any], field: str, prompt_field: str, answer_field: str) -> list[Message]:
+    """The messages of a record, each with a role and text; raises BadRecord if it has none."""
+    value: Any = record
+    for name in [field] if field in record else field.split("."):
+        value = value.get(name) if isinstance(value, dict) else None
+    if value is None and prompt_field in record and answer_field in record:
+        value = [{"role": "user", "content": record[prompt_field]}, {"role": "assistant", "content": record[answer_field]}]
+        if record.get("system"):
+            value.insert(0, {"role": "system", "content": record["system"]})
+    if value is None:
+        fields = ", ".join(map(str, list(record)[:10])) or "none"
+        raise BadRecord(MISSING, f'neither "{field}" nor "{prompt_field}" and "{answer_field}"; its fields are: {fields}')
+    if not isinstance(value, list) or not value:
+        raise BadRecord(MESSAGES, f'"{field}" is not a list of messages')
+    messages: list[Message] = []
+    for number, message in enumerate(value):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise BadRecord(MESSAGES, f"message {number} is not an object with a role")
+        messages.append(_with_reasoning(_with_text(message, number)))
+    return messages
 
 
 def encode(rendered: Rendered, tokenizer: Tokenizer) -> tuple[Ids, npt.NDArray[np.bool_]]:

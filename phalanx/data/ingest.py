@@ -58,7 +58,7 @@ def cached_token_files(source: Source, data: Data, tokenizer: Tokenizer, progres
     plan = make_plan(source, data, tokenizer)
     folder = Path(data.cache).expanduser() / f"tokens-{plan.key}"
     if not (folder / META).exists():
-        _check_outside(plan, folder.parent, source, "data.cache: ")
+        check_outside(plan, folder.parent, "data.cache: ")
         try:
             folder.mkdir(parents=True, exist_ok=True)
             with locked(folder, wait=True):
@@ -83,7 +83,7 @@ def tokenize_into(
     """Makes token files in a folder of the caller's choice. Continues an interrupted start of the same source and refuses a
     folder with token files of another one, unless `force` is given."""
     plan = make_plan(source, data, tokenizer)
-    _check_outside(plan, folder, source)
+    check_outside(plan, folder)
     try:
         _check_folder(folder)
         folder.mkdir(parents=True, exist_ok=True)
@@ -106,12 +106,12 @@ def tokenize_into(
         raise RunError(f"{error.filename or folder} cannot be written ({error.strerror}); name another folder.") from None
 
 
-def _check_outside(plan: TokenizePlan, folder: Path, source: Source, key: str = "") -> None:
-    """Refuses a folder inside the text: the next start would read its token files as text. Parquet sources, which read only
+def check_outside(plan: TokenizePlan, folder: Path, key: str = "") -> None:
+    """Refuses a folder inside the text: the next start would read its files as text. Parquet sources, which read only
     .parquet files, and hidden folders are exempt."""
     if plan.spec.kind == "parquet":
         return
-    for path in source.paths:
+    for path in plan.spec.source.paths:
         top, place = Path(path).expanduser().resolve(), folder.resolve()
         if top.is_dir() and place.is_relative_to(top) and not any(p.startswith(".") for p in place.relative_to(top).parts):
             raise RunError(f"{key}{folder} is inside {path}, which is read as text; name a folder outside of it.")

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import replace
 
 from phalanx.data.chat import ChatTemplate, Message, template_of
@@ -32,7 +32,7 @@ class Conversation:
         self.finished = False
         """Whether the last answer ended by itself, not by the limit of tokens."""
 
-    def ask(self, question: str, tokens: int, sampling: Sampling) -> Iterator[str]:
+    def ask(self, question: str, tokens: int, sampling: Sampling) -> Generator[str]:
         """Answers a question piece by piece, with up to `tokens` tokens. The conversation keeps what the caller has taken of the answer.
         Raises RunError if the template refuses the question or the context has no room for an answer; the question is then dropped."""
         prompt = self.prompt(question)
