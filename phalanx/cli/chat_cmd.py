@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, TextIO
 from typer import Option
 
 from phalanx.cli.options import AsJson, Device, MaxTokens, Model, Seed, Temperature, TopK, TopP
-from phalanx.cli.output import finish, report_checkpoint, visible
+from phalanx.cli.output import finish, report_checkpoint
+from phalanx.dashboard.numbers import visible
 from phalanx.spec.errors import RunError
 
 if TYPE_CHECKING:

@@ -27,9 +27,9 @@ from phalanx.cli.options import (
     TopP,
     check_source_kind,
 )
-from phalanx.cli.output import console, finish, plain_table, report_checkpoint, tracked, visible
+from phalanx.cli.output import console, finish, plain_table, report_checkpoint, tracked
 from phalanx.dashboard.data_tables import tokenizing
-from phalanx.dashboard.numbers import count, number, percent
+from phalanx.dashboard.numbers import count, number, percent, visible
 from phalanx.data.chat_turns import chat_source
 from phalanx.data.dataset import open_corpus, open_dataset
 from phalanx.data.pack import Batch

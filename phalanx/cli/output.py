@@ -62,12 +62,6 @@ def plain_table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
     return table
 
 
-def visible(text: str) -> str:
-    """Text with control characters as escapes such as \\x1b, except for line breaks and tabs: a model that has learned little writes any
-    byte, and a terminal would obey it."""
-    return "".join(char if char.isprintable() or char in "\n\t" else char.encode("unicode_escape").decode() for char in text)
-
-
 def print_json(value: Mapping[str, object]) -> None:
     """Prints one line for programs: never wrapped, never colored."""
     print(encoding.dumps(value), flush=True)

@@ -10,8 +10,8 @@ from typing import NamedTuple
 from phalanx.data.chat import ChatTemplate, Message, template_of
 from phalanx.data.record_readers import BadRecord
 from phalanx.data.tokenizer import TEMPLATE_FILE, Tokenizer
-from phalanx.spec.errors import RunError
-from phalanx.spec.run import Data, Source
+from phalanx.spec.errors import RunError, refuse
+from phalanx.spec.run import Data, Run, Source
 from phalanx.spec.sources import kind
 
 GENERATION_CONFIG = "generation_config.json"
@@ -44,6 +44,46 @@ def turn_end(template: ChatTemplate, tokenizer: Tokenizer) -> TurnEnd:
         return TurnEnd(token)
     between = followed.partition(_ANSWER)[2].partition(_NEXT)[0]
     return TurnEnd(None, (behind if behind.strip() else between).rstrip())
+
+
+class SamplePrompt(NamedTuple):
+    """A prompt of train.sample_prompts."""
+
+    text: str
+    ids: list[int]
+    ends: frozenset[int]
+    """Tokens that end its sample."""
+
+
+def sample_prompts(run: Run, tokenizer: Tokenizer) -> list[SamplePrompt]:
+    """The prompts of a run's samples; those of a run on conversations go through its template. Raises RunError if one cannot be used."""
+    source, train = chat_source(run.data), run.train
+    template, end = None, None
+    if source is not None:
+        name, text = template_of(source, tokenizer)
+        template = ChatTemplate(text, name, tokenizer.special)
+        end = turn_end(template, tokenizer).token
+    prompts, problems = list[SamplePrompt](), list[str]()
+    for text in train.sample_prompts or ("",):
+        if template is None:
+            ids = tokenizer.encode(text).tolist() or [tokenizer.end]  # the end of a document begins the next
+        else:
+            try:
+                ids = tokenizer.encode(
+                    template.render([{"role": "user", "content": text}], prompt=True).text, special=False
+                ).tolist()
+            except BadRecord as bad:
+                problems.append(f"train.sample_prompts: the template refuses {text!r}: {bad.detail}")
+                continue
+        if len(ids) >= train.sequence_length:
+            problems.append(
+                f"train.sample_prompts: {text[:40]!r} has {len(ids)} tokens, which leaves no room in train.sequence_length = "
+                f"{train.sequence_length}; shorten it."
+            )
+        ends = frozenset(token for token in (tokenizer.end, end) if token is not None)
+        prompts.append(SamplePrompt(text, ids, ends))
+    refuse(problems)
+    return prompts
 
 
 def chat_source(data: Data) -> Source | None:

@@ -104,7 +104,8 @@ def prepare(
         problems += error.problems
     refuse(problems)  # slow preparations only for a run that can start
     data = open_dataset(run.data, run.train.sequence_length, run.train.seed, progress)
-    problems += [*run_checks.too_little_data(run, data), *run_checks.space_problems(planned.run, planned.plan, base)]
+    problems += [*run_checks.too_little_data(run, data), *run_checks.sample_problems(run, data)]
+    problems += [*run_checks.space_problems(planned.run, planned.plan, base)]
     if ranks is None:
         problems += run_checks.replica_problems(planned.run, planned.plan)
     refuse(problems)

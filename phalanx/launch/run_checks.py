@@ -16,6 +16,7 @@ from phalanx.checkpointing.format import Marker
 from phalanx.checkpointing.location import Location, Remote, error_text, open_location
 from phalanx.checkpointing.replicas import shm_slots
 from phalanx.control.processes import BYTES_PER_PARAMETER
+from phalanx.data.chat_turns import sample_prompts
 from phalanx.data.dataset import Dataset
 from phalanx.data.files import paths_key, skipped_files
 from phalanx.events import frames
@@ -264,6 +265,16 @@ def format_notices(plan: Plan, lacks: Callable[[str], bool] = lacks_instructions
         f'precision.compute = "{plan.compute}": this CPU has no instructions for it, and multiplies 4 to 200 times as slowly as in fp32. Remove '
         "the key to compute in fp32."
     ]
+
+
+def sample_problems(run: Run, data: Dataset) -> list[str]:
+    """Prompts of samples that cannot be used."""
+    try:
+        if run.train.sample_every is not None:
+            sample_prompts(run, data.tokenizer)
+    except RunError as error:
+        return list(error.problems)
+    return []
 
 
 def too_little_data(run: Run, data: Dataset) -> list[str]:

@@ -13,7 +13,7 @@ import pytest
 from commands import FinishedRuns, Workshop
 
 from phalanx.cli.main import main
-from phalanx.cli.output import visible
+from phalanx.dashboard.numbers import visible
 
 Generate = Callable[..., str]
 
