@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json as encoding
 import re
+import shlex
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -15,7 +16,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from phalanx.spec.errors import PhalanxError, RunError
+from phalanx.spec.errors import RUN_FILE, PhalanxError, RunError
 
 if TYPE_CHECKING:
     from phalanx.checkpointing.directory import DamagedCheckpoint
@@ -101,7 +102,9 @@ def warn_damaged(damaged: Sequence[DamagedCheckpoint]) -> list[dict[str, str]]:
 
 def print_error(error: PhalanxError) -> None:
     """Prints each problem on a line of its own, on standard error."""
-    problems = error.problems if isinstance(error, RunError) else (str(error),)
+    run_file = next((word for word in sys.argv[1:] if word.endswith(".toml")), RUN_FILE)
+    sentences = error.problems if isinstance(error, RunError) else (str(error),)
+    problems = [sentence.replace(f" {RUN_FILE}", f" {shlex.quote(run_file)}") for sentence in sentences]
     for problem in problems:
         print(f"error: {problem}", file=sys.stderr)
     if "--json" in sys.argv[1:]:

@@ -23,11 +23,12 @@ from phalanx.data.pieces import DONE, Piece, PieceProgress, PieceResult, Tokeniz
 from phalanx.data.record_readers import EMPTY, MISSING
 from phalanx.data.token_files import META, TokenMeta, replace_text, unfinished, write_meta
 from phalanx.data.tokenizer import Tokenizer
-from phalanx.spec.errors import RunError, RunFailed
+from phalanx.spec.errors import RUN_FILE, RunError, RunFailed
 from phalanx.spec.run import Data, Source
 
 PLAN, LOCK = "plan.json", ".lock"
 _EXAMPLES = 3
+_MANY = 1_000_000  # bad records: as many as nobody has
 _HOME = str(Path(__file__).parents[2])
 _START = "import sys; sys.path.insert(0, sys.argv[1]); from phalanx.worker.tokenize_process import main; main()"
 """Imports this very package, also from a checkout that was never installed."""
@@ -200,7 +201,10 @@ class _Totals:
             raise RunError(f"{key}: there is no record in {name}; name files that hold some.")
         remedy = "set data.field (--field) to the one that holds the text" if MISSING in self.skipped else "correct them"
         counts = _skipped_text(self.skipped, self._examples)
-        raise RunError(f"{key}: no record of {name} can be used: {counts}; {remedy}, or name other files.")
+        raise RunError(
+            f"{key}: no record of {name} can be used: {counts}; {remedy}, or name other files. `phalanx data preview {RUN_FILE}` "
+            "then shows what is read."
+        )
 
     def progress(self, unfinished: PieceProgress) -> Progress:
         tokens = self._tokens + unfinished.tokens
@@ -221,7 +225,7 @@ def check_limit(spec: TokenizeSpec, skipped: dict[str, int], examples: dict[str,
         raise RunError(
             f"{paths_key(spec.source)}: {bad} or more records of {spec.name} cannot be used, and data.max_bad_records "
             f"(--max-bad-records) = {limit}: {_skipped_text(skipped, examples or {})}. Correct them, or raise the limit to "
-            "skip them."
+            f"skip them. `phalanx data preview {RUN_FILE} data.max_bad_records={_MANY}` shows what is read without them."
         )
 
 

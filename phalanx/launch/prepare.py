@@ -25,7 +25,7 @@ from phalanx.launch.launcher import Launcher, launcher
 from phalanx.launch.model_check import check_weights, measure, memory_problems
 from phalanx.planning.machines.hardware import mismatch
 from phalanx.spec.dump import changed, dump
-from phalanx.spec.errors import RunError, refuse
+from phalanx.spec.errors import RUN_FILE, RunError, refuse
 from phalanx.spec.load import load
 from phalanx.spec.plan import Plan
 from phalanx.spec.preset_vocabulary import vocabulary_notices, vocabulary_question
@@ -311,5 +311,6 @@ def _check_resumption(rundir: RunDir, planned: PlannedRun, data: Dataset, reques
         return True, [f"{text}: as requested, the run continues at the same position of the new text."]
     raise RunError(
         f"{text}, so the run cannot continue where it stopped: restore the files, continue anyway with "
-        "--accept-changed-data, or start again with --fresh or another --run-dir."
+        f"--accept-changed-data, or start again with --fresh or another --run-dir. `phalanx data preview {RUN_FILE} "
+        f"--step {saved.step + 1}` shows what the next step would read."
     )

@@ -26,7 +26,7 @@ from phalanx.events.rundir import RunDir
 from phalanx.host.interfaces import address_of
 from phalanx.host.probe import lacks_instructions
 from phalanx.spec.dump import changed
-from phalanx.spec.errors import RunError, toml
+from phalanx.spec.errors import RUN_FILE, RunError, toml
 from phalanx.spec.load import loads
 from phalanx.spec.plan import Machine, Plan
 from phalanx.spec.run import PORTS_PER_NODE, Data, Run
@@ -288,7 +288,8 @@ def too_little_data(run: Run, data: Dataset) -> list[str]:
     named = " and ".join(f"{key} = {epochs:g}" for key, epochs in keys)
     return [
         f"{named} of {source_names(run)} gives {limit:,} sequences, but {run.steps:,} steps of {run.batch} need {need:,}: "
-        f"set train.steps to at most {limit // run.batch}, allow more epochs, or give more text."
+        f"set train.steps to at most {limit // run.batch}, allow more epochs, or give more text. "
+        f"`phalanx data inspect {RUN_FILE}` counts documents and tokens."
     ]
 
 

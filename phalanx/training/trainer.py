@@ -334,7 +334,7 @@ class Trainer:
             yield from self._roll_back()
         if self.progress.skipped_in_a_row > limits.max_skipped:
             yield from self._save(wait=True)
-            raise RunFailed(too_many_skipped(self.progress, self.run))
+            raise RunFailed(too_many_skipped(self.progress, self.run, self.checkpoints.parent / "run.toml"))
 
     def _roll_back(self) -> Iterator[Event]:
         """Restores the last good checkpoint and skips the data read since; all ranks together. Without a checkpoint, does nothing.
