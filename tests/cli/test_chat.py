@@ -225,7 +225,7 @@ class Terminal:
 
     def until(self, pattern: str) -> str:
         """Reads the screen until a pattern appears."""
-        deadline = time.monotonic() + PATIENCE / 4
+        deadline = time.monotonic() + PATIENCE
         while not re.search(pattern, self.shown):
             if time.monotonic() > deadline or not self._read(deadline - time.monotonic()):
                 pytest.fail(f"waited for {pattern!r}; the screen shows {self.shown!r}")
