@@ -99,8 +99,11 @@ def write_token_files(
     for ids, mask in paired:
         if writer is None:
             writer = TokenWriter(folder, f"part-{len(parts):06d}", words, masked=masks is not None)
-        trained = None if mask is None else [np.array([*mask, *mask[-1:]] if len(mask) else [False], dtype=np.bool_)]
-        writer.add_batch([np.asarray(ids)], trained)
+        if mask is None:
+            writer.add_batch([np.asarray(ids)])
+        else:
+            trained = np.array([*mask, *mask[-1:]] if len(mask) else [False], dtype=np.bool_)
+            writer.add_batch([np.array([*ids, words.end])], [trained])
         if writer.documents == per_part:
             parts += [part] if (part := writer.close()) else []
             writer = None

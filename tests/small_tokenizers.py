@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
+
+from chat_templates import Family
 
 TEXT = [
     "The quick brown fox jumps over the lazy dog, and the dog sleeps on.",
@@ -26,21 +29,37 @@ MARKED = (
 
 def save_bpe(folder: Path, *, template: str | None = None, eos: str | None = "<|endoftext|>", bos: bool = False) -> Path:
     """A byte-level BPE, as GPT-2 and Llama 3 have; `bos`: every text begins with <|im_start|>."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+    from tokenizers import processors
 
-    words = Tokenizer(models.BPE())
-    words.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    words.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    words.train_from_iterator(
-        TEXT, trainers.BpeTrainer(vocab_size=400, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False)
-    )
+    words = _byte_level(SPECIAL)
     if bos:
         start = "<|im_start|>"
         words.post_processor = processors.TemplateProcessing(
             single=f"{start} $A", special_tokens=[(start, words.token_to_id(start))]
         )
     return _save(words, folder, template, eos)
+
+
+def _byte_level(special: list[str]) -> Any:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    words = Tokenizer(models.BPE())
+    words.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    words.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    words.train_from_iterator(
+        TEXT, trainers.BpeTrainer(vocab_size=400, special_tokens=special, initial_alphabet=alphabet, show_progress=False)
+    )
+    return words
+
+
+def save_family(folder: Path, family: Family) -> Path:
+    """A byte-level BPE with the special tokens and the template of a model family."""
+    words = _byte_level(list(family.special))
+    _save(words, folder, family.template, family.eos)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | ({"bos_token": family.bos} if family.bos else {})))
+    return folder
 
 
 def save_unigram(folder: Path, *, template: str | None = None, eos: str | None = "<|endoftext|>") -> Path:

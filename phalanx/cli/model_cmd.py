@@ -1,4 +1,5 @@
-"""`phalanx eval` and `phalanx generate`: loss, perplexity or accuracy of a trained model, and text sampled from it."""
+"""`phalanx eval` and `phalanx generate`: loss, perplexity or accuracy of a trained model, and text sampled from it. `phalanx chat` is in
+`cli/chat_cmd`."""
 
 from __future__ import annotations
 
@@ -12,10 +13,24 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from typer import Argument, Option
 
-from phalanx.cli.options import SOURCE_KINDS, AsJson, Device, Field, Template, check_source_kind
-from phalanx.cli.output import console, finish, plain_table, print_json, report_checkpoint, tracked, visible
+from phalanx.cli.options import (
+    SOURCE_KINDS,
+    AsJson,
+    Device,
+    Field,
+    MaxTokens,
+    Model,
+    Seed,
+    Temperature,
+    Template,
+    TopK,
+    TopP,
+    check_source_kind,
+)
+from phalanx.cli.output import console, finish, plain_table, report_checkpoint, tracked
 from phalanx.dashboard.data_tables import tokenizing
-from phalanx.dashboard.numbers import count, number, percent
+from phalanx.dashboard.numbers import count, number, percent, visible
+from phalanx.data.chat_turns import chat_source
 from phalanx.data.dataset import open_corpus, open_dataset
 from phalanx.data.pack import Batch
 from phalanx.spec import hf_config
@@ -24,13 +39,10 @@ from phalanx.spec.run import Run
 from phalanx.spec.sources import kind
 
 if TYPE_CHECKING:
+    from phalanx.evaluation.conversation import Conversation
     from phalanx.evaluation.open_model import Opened
     from phalanx.evaluation.score import Measured
-
-Model = Annotated[
-    str,
-    Argument(help="A checkpoint, a run directory for its newest checkpoint, or a Hugging Face folder.", metavar="CKPT"),
-]
+    from phalanx.models.sampling import Sampling
 
 
 def eval(
@@ -192,41 +204,78 @@ def _show(measured: dict[str, Measured], whole: Measured) -> None:
 
 def generate(
     checkpoint: Model,
-    prompt: Annotated[str, Argument(help="Text to continue.")] = "",
-    tokens: Annotated[int, Option("--tokens", min=1, help="Maximum number of tokens to generate.")] = 200,
-    temperature: Annotated[float, Option(min=0.0, help="Sampling temperature; 0 always takes the most likely token.")] = 0.8,
-    top_k: Annotated[int | None, Option(min=1, help="Sample only from this many most likely tokens.")] = None,
-    top_p: Annotated[
-        float, Option(min=0.0, max=1.0, help="Sample only from the most likely tokens with this total probability.")
-    ] = 1.0,
-    seed: Annotated[int, Option(help="Seed of the sampling.")] = 0,
+    prompt: Annotated[str, Argument(help="Text to continue, or with --chat a message to answer.")] = "",
+    tokens: MaxTokens = 200,
+    temperature: Temperature = 0.8,
+    top_k: TopK = None,
+    top_p: TopP = 1.0,
+    seed: Seed = 0,
+    chat: Annotated[bool, Option("--chat", help="Answer the prompt as a message, through the model's chat template.")] = False,
+    system: Annotated[str | None, Option(help="--chat: the system message.")] = None,
+    template: Annotated[str | None, Option(help='--chat: a Jinja file, or "plain". Default: the template of training.')] = None,
     device: Device = None,
     json: AsJson = False,
 ) -> None:
     """Sample text from a trained model."""
     prompt = os.fsencode(prompt).decode(errors="replace")  # a command line may contain bytes that are not text
+    _check_chat(prompt, chat, {"system": system, "template": template})
     from phalanx.evaluation.open_model import open_model
     from phalanx.models.sampling import Sampling
-    from phalanx.models.sampling import generate as sample
 
     opened = open_model(checkpoint, device)
     used = report_checkpoint(opened.path, opened.step, opened.damaged)
+    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+    if chat:
+        from phalanx.evaluation.conversation import Conversation
+
+        result = _answer(Conversation(opened, template, system), prompt, tokens, sampling, stream=not json)
+    else:
+        result = _continue(opened, prompt, tokens, sampling, stream=not json)
+    finish(json, result | used)
+
+
+def _check_chat(prompt: str, chat: bool, options: dict[str, str | None]) -> None:
+    problems = [
+        f"--{name} is for conversations: add --chat." for name, value in options.items() if value is not None and not chat
+    ]
+    if chat and not prompt.strip():
+        problems.append("--chat: there is no message to answer; write it behind the model.")
+    refuse(problems)
+
+
+def _continue(opened: Opened, prompt: str, tokens: int, sampling: Sampling, *, stream: bool) -> dict[str, object]:
+    """Continues a text. `stream`: writes it to standard output."""
+    from phalanx.models.sampling import generate as sample
+
+    if chat_source(opened.run.data) is not None:
+        print("This model was trained on conversations: --chat asks it through its chat template.", file=sys.stderr, flush=True)
     tokenizer = opened.tokenizer
     # Without a prompt, the model continues the end of a previous document.
     start = [int(token) for token in tokenizer.encode(prompt)] or [tokenizer.end]
-    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     push = tokenizer.stream()
     generated: list[int] = []
-    if not json:
-        sys.stdout.write(visible(prompt))
+    write = sys.stdout.write if stream else lambda text: 0
+    write(visible(prompt))
     for token in sample(opened.model, start, tokens, -1, sampling):
         generated.append(token)
-        if not json and token != tokenizer.end:
-            sys.stdout.write(visible(push(token)))
+        if token != tokenizer.end:
+            write(visible(push(token)))
             sys.stdout.flush()
         if token in opened.stops:
             break
-    if json:
-        print_json({"prompt": prompt, "text": tokenizer.decode(generated), "tokens": len(generated)} | used)
-    else:
+    write("\n")
+    return {"prompt": prompt, "text": tokenizer.decode(generated), "tokens": len(generated)}
+
+
+def _answer(conversation: Conversation, question: str, tokens: int, sampling: Sampling, *, stream: bool) -> dict[str, object]:
+    """Answers one message. `stream`: writes the answer to standard output."""
+    for piece in conversation.ask(question, tokens, sampling):
+        if stream:
+            sys.stdout.write(visible(piece))
+            sys.stdout.flush()
+    if stream:
         sys.stdout.write("\n")
+    *_, answer = conversation.messages
+    return {
+        "prompt": question, "text": answer["content"], "tokens": conversation.tokens, "finished": conversation.finished
+    }  # fmt: skip

@@ -24,6 +24,15 @@ Hosts = Annotated[Path | None, Option(help="--on ssh: a file with one host per l
 Device = Annotated[str | None, Option(help="cpu or cuda. Default: the GPU if there is one.")]
 Field = Annotated[str | None, Option(help='Field or column with the text. Default: "text", or "messages" for chat.')]
 Template = Annotated[str | None, Option(help='chat: a Jinja file, or "plain". Default: the chat template of the tokenizer.')]
+Model = Annotated[
+    str,
+    Argument(help="A checkpoint, a run directory for its newest checkpoint, or a Hugging Face folder.", metavar="CKPT"),
+]
+MaxTokens = Annotated[int, Option("--tokens", min=1, help="Maximum number of tokens to generate.")]
+Temperature = Annotated[float, Option(min=0.0, help="Sampling temperature; 0 always takes the most likely token.")]
+TopK = Annotated[int | None, Option(min=1, help="Sample only from this many most likely tokens.")]
+TopP = Annotated[float, Option(min=0.0, max=1.0, help="Sample only from the most likely tokens with this total probability.")]
+Seed = Annotated[int, Option(help="Seed of the sampling.")]
 CHECKPOINT = "A checkpoint, or a run directory for its newest checkpoint; a path or a URL."
 TEXT_KINDS = ("text", "jsonl", "parquet", "hf", "chat", "stdlib")
 SOURCE_KINDS = (*TEXT_KINDS, "tokens")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json as encoding
 import re
+import shlex
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -15,7 +16,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from phalanx.spec.errors import PhalanxError, RunError
+from phalanx.spec.errors import RUN_FILE, PhalanxError, RunError
 
 if TYPE_CHECKING:
     from phalanx.checkpointing.directory import DamagedCheckpoint
@@ -60,12 +61,6 @@ def plain_table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
     for row in rows:
         table.add_row(*row)
     return table
-
-
-def visible(text: str) -> str:
-    """Text with control characters as escapes such as \\x1b, except for line breaks and tabs: a model that has learned little writes any
-    byte, and a terminal would obey it."""
-    return "".join(char if char.isprintable() or char in "\n\t" else char.encode("unicode_escape").decode() for char in text)
 
 
 def print_json(value: Mapping[str, object]) -> None:
@@ -121,7 +116,9 @@ def warn_damaged(damaged: Sequence[DamagedCheckpoint]) -> list[dict[str, str]]:
 
 def print_error(error: PhalanxError) -> None:
     """Prints each problem on a line of its own, on standard error."""
-    problems = error.problems if isinstance(error, RunError) else (str(error),)
+    run_file = next((word for word in sys.argv[1:] if word.endswith(".toml")), RUN_FILE)
+    sentences = error.problems if isinstance(error, RunError) else (str(error),)
+    problems = [sentence.replace(f" {RUN_FILE}", f" {shlex.quote(run_file)}") for sentence in sentences]
     for problem in problems:
         print(f"error: {problem}", file=sys.stderr)
     if wants_json():

@@ -135,7 +135,9 @@ def bench_run(run: Run, machine: Machine, settings: ComparisonSettings) -> Plann
     refuse(problems)
     given = settings.micro_batch or run.train.micro_batch
     total = settings.warmup + settings.steps + 1  # one more, so that the last step is like the others
-    train = replace(run.train, batch_tokens=None, tokens=None, steps=total, eval_every=None)
+    train = replace(
+        run.train, batch_tokens=None, tokens=None, steps=total, eval_every=None, sample_every=None, sample_prompts=()
+    )
     compiled = run.memory.compile if settings.compile is None else settings.compile
     one = replace(
         run,

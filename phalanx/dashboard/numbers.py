@@ -1,4 +1,4 @@
-"""Formats numbers for people: counts, speeds, sizes, durations. All displays and summaries use it.
+"""Formats numbers for people: counts, speeds, sizes, durations; and text that a model wrote. All displays and summaries use it.
 
 An unknown or non-finite value becomes a dash, so that a display never stops a run.
 """
@@ -110,3 +110,9 @@ def _scaled(value: float | None, letters: str, *, sign: str = "", unit: str = ""
         value, letter = value / 1000, larger
     digits = 0 if not letter and value == int(value) else _decimals(value)
     return f"{sign}{value:.{digits}f}{space}{letter}{unit}"
+
+
+def visible(text: str) -> str:
+    """Text with control characters as escapes such as \\x1b, except for line breaks and tabs: a model that has learned little writes any
+    byte, and a terminal would obey it."""
+    return "".join(char if char.isprintable() or char in "\n\t" else char.encode("unicode_escape").decode() for char in text)

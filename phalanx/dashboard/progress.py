@@ -15,7 +15,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Column, Table
 from rich.text import Text
 
-from phalanx.dashboard.numbers import count, data_share, duration, flops, number, percent, size
+from phalanx.dashboard.numbers import count, data_share, duration, flops, number, percent, size, visible
 from phalanx.events import records
 from phalanx.events.records import Evaluated, Event, RunStarted, Step, StepSkipped
 
@@ -232,6 +232,8 @@ def _line(event: Event) -> tuple[str, str] | None:
         case Evaluated():
             spent = duration(event.seconds)
             return f"step {event.step}  held-out loss {number(event.loss)}  {spent}{_by_source(event)}", "cyan"
+        case records.Sampled():
+            return _sample_text(event), "magenta"
         case records.WorkerFailed():
             who = "a worker" if event.rank is None else f"rank {event.rank}"
             return f"{who} failed: {event.reason}", "bold red"
@@ -284,6 +286,12 @@ def _hosts_line(event: records.HostsChecked) -> str:
         parts.append(f"devices from {flops(min(event.flops.values()))}")
     parts.append(f"{event.rejected} rejected" if event.rejected else "none rejected")
     return f"checked {len(names)} hosts in {duration(event.seconds)}: {', '.join(parts)}"
+
+
+def _sample_text(event: records.Sampled) -> str:
+    """The prompt and what the model wrote, below a line of their own."""
+    text = visible(f"{event.prompt} ⟶ {event.text}" if event.prompt else event.text).replace("\n", "\n    ")
+    return f"step {event.step}  sample of {event.tokens} tokens  {duration(event.seconds)}\n    {text}"
 
 
 def _by_source(event: Evaluated) -> str:

@@ -44,7 +44,7 @@ class Rendered:
     answers: tuple[tuple[int, int], ...]
     """Character ranges (start, stop) of the answers, which are trained on."""
     ends: bool = False
-    """Whether the last turn is an answer; the end token is then part of it."""
+    """Whether the last turn is an answer."""
 
 
 class ChatTemplate:
@@ -173,8 +173,8 @@ class ChatRenderer:
 
     def render(self, record: Mapping[str, Any]) -> Rendered:
         """Raises BadRecord if the record is no conversation with an answer."""
-        messages = self._messages(record)
-        if not any(turn["role"] == "assistant" and (turn["content"] or turn.get("tool_calls")) for turn in messages):
+        messages = messages_of(record, self._field, self._prompt, self._answer)
+        if not any(turn["role"] == "assistant" and (turn.get("content") or turn.get("tool_calls")) for turn in messages):
             raise BadRecord(NO_ANSWER, "every message of the assistant is empty")
         extra = {"tools": record["tools"]} if isinstance(record.get("tools"), list) else {}
         rendered = self._with_answers(messages, extra)
@@ -202,59 +202,78 @@ class ChatRenderer:
                 raise BadRecord(UNCLEAR, f"message {number}: {error}") from None
         return Rendered(whole.text, tuple(answers))
 
-    def _messages(self, record: Mapping[str, Any]) -> list[Message]:
-        value: Any = record
-        for name in [self._field] if self._field in record else self._field.split("."):
-            value = value.get(name) if isinstance(value, dict) else None
-        if value is None and self._prompt in record and self._answer in record:
-            value = [{"role": "user", "content": record[self._prompt]}, {"role": "assistant", "content": record[self._answer]}]
-            if record.get("system"):
-                value.insert(0, {"role": "system", "content": record["system"]})
-        if value is None:
-            fields = ", ".join(map(str, list(record)[:10])) or "none"
-            raise BadRecord(
-                MISSING, f'neither "{self._field}" nor "{self._prompt}" and "{self._answer}"; its fields are: {fields}'
-            )
-        if not isinstance(value, list) or not value:
-            raise BadRecord(MESSAGES, f'"{self._field}" is not a list of messages')
-        messages: list[Message] = []
-        for number, message in enumerate(value):
-            if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-                raise BadRecord(MESSAGES, f"message {number} is not an object with a role")
-            content = _content(message)
-            if content is None:
-                raise BadRecord(MESSAGES, f"the content of message {number} is not text")
-            messages.append({**message, "content": content})
-        return messages
+
+def messages_of(record: Mapping[str, Any], field: str, prompt_field: str, answer_field: str) -> list[Message]:
+    """The messages of a record, each with a role and text; raises BadRecord if it has none."""
+    value: Any = record
+    for name in [field] if field in record else field.split("."):
+        value = value.get(name) if isinstance(value, dict) else None
+    if value is None and prompt_field in record and answer_field in record:
+        value = [{"role": "user", "content": record[prompt_field]}, {"role": "assistant", "content": record[answer_field]}]
+        if record.get("system"):
+            value.insert(0, {"role": "system", "content": record["system"]})
+    if value is None:
+        fields = ", ".join(map(str, list(record)[:10])) or "none"
+        raise BadRecord(MISSING, f'neither "{field}" nor "{prompt_field}" and "{answer_field}"; its fields are: {fields}')
+    if not isinstance(value, list) or not value:
+        raise BadRecord(MESSAGES, f'"{field}" is not a list of messages')
+    messages: list[Message] = []
+    for number, message in enumerate(value):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise BadRecord(MESSAGES, f"message {number} is not an object with a role")
+        messages.append(_with_reasoning(_with_text(message, number)))
+    return messages
 
 
 def encode(rendered: Rendered, tokenizer: Tokenizer) -> tuple[Ids, npt.NDArray[np.bool_]]:
-    """Ids of a conversation, and which of them begin inside an answer. The template writes the special tokens."""
-    ids, starts, _ = tokenizer.encode_spans(rendered.text)
+    """Ids of a conversation, and which of them belong to an answer. The template writes the special tokens.
+
+    A token belongs to an answer if it has a character of it, except that one which begins inside and ends behind the answer counts, too: as
+    in the assistant masks of transformers.
+    """
+    ids, starts, stops = tokenizer.encode_spans(rendered.text)
     mask = np.zeros(len(ids), dtype=np.bool_)
     for begin, end in rendered.answers:
-        mask |= (starts >= begin) & (starts < end)
+        mask |= (starts < end) & ((starts >= begin) | (stops > begin))
     return ids, mask
 
 
 def encode_document(rendered: Rendered, tokenizer: Tokenizer) -> tuple[Ids, npt.NDArray[np.bool_]]:
-    """Ids and mask with the end token, unless the template wrote it. The end is trained on if the last turn is an answer."""
+    """Ids and mask of a document: those of the template, if it ends an answer with a special token. Otherwise the end token follows and is
+    trained on, or the model would not learn to stop."""
     ids, mask = encode(rendered, tokenizer)
-    if len(ids) and ids[-1] == tokenizer.end:
+    if not rendered.ends or _ending(ids, tokenizer) is not None:
         return ids, mask
-    return np.append(ids, np.int32(tokenizer.end)), np.append(mask, rendered.ends)
+    return np.append(ids, np.int32(tokenizer.end)), np.append(mask, True)
 
 
-def _content(message: Mapping[str, Any]) -> str | None:
-    content = message.get("content")
-    if content is None and message.get("tool_calls"):
-        return ""
-    if isinstance(content, list):
-        texts = [part.get("text") for part in content if isinstance(part, dict) and part.get("type") == "text"]
-        if len(texts) != len(content) or not all(isinstance(text, str) for text in texts):
+def _ending(ids: Ids, tokenizer: Tokenizer) -> int | None:
+    """The special token that ends a text, perhaps with white space behind it; None: another token does."""
+    for token in reversed(ids.tolist()):
+        if token in tokenizer.marks:
+            return int(token)
+        if tokenizer.decode([token]).strip():
             return None
-        return "".join(map(str, texts))
-    return content if isinstance(content, str) else None
+    return None
+
+
+def _with_text(message: Message, number: int) -> Message:
+    """The message with its content as one text. A call of tools may have none; templates see what the record has. Raises BadRecord."""
+    content = message.get("content")
+    if isinstance(content, str) or (content is None and message.get("tool_calls")):
+        return message
+    parts = content if isinstance(content, list) else [None]
+    texts = [part.get("text") for part in parts if isinstance(part, dict) and part.get("type") == "text"]
+    if len(texts) != len(parts) or not all(isinstance(text, str) for text in texts):
+        raise BadRecord(MESSAGES, f"the content of message {number} is not text")
+    return {**message, "content": "".join(map(str, texts))}
+
+
+def _with_reasoning(message: Message) -> Message:
+    """The message with its reasoning under the names that templates read, as in transformers."""
+    names = ("reasoning_content", "thinking", "reasoning")
+    reasoning = next((message[name] for name in names if message.get(name) is not None), None)
+    return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
 
 def _answer_range(whole: str, before: str, until: str, message: Message) -> tuple[int, int]:
@@ -262,7 +281,8 @@ def _answer_range(whole: str, before: str, until: str, message: Message) -> tupl
     ValueError if it is not known."""
     if not until.startswith(before):
         raise ValueError("the template changes the question once it is answered; mark answers in it (generation tag)")
-    last_line = next((line.strip() for line in reversed(message["content"].splitlines()) if line.strip()), "")
+    text = message.get("content") or ""
+    last_line = next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "")
     added = until[len(before) :]
     if last_line not in added and json.dumps(last_line, ensure_ascii=False)[1:-1] not in added:
         raise ValueError("the template does not render this answer")
@@ -270,7 +290,7 @@ def _answer_range(whole: str, before: str, until: str, message: Message) -> tupl
         return len(before), len(until)
     # Some templates render earlier turns differently from the last one (they drop the thinking). The range is still known if
     # the answer itself follows its question, with the same end of turn behind it.
-    content = message["content"].strip()
+    content = text.strip()
     ending = until[until.rfind(content) + len(content) :] if content in added else None
     if ending is not None and whole.startswith(before + content + ending):
         return len(before), len(before) + len(content) + len(ending)

@@ -17,7 +17,7 @@ from phalanx.data.pack import BestFitPacking, Intervals, Packing, StreamPacking
 from phalanx.data.samples import Mixture, Samples, sample_limit, split
 from phalanx.data.token_files import META, TokenFiles
 from phalanx.data.tokenizer import ByteTokenizer, Tokenizer, open_tokenizer
-from phalanx.spec.errors import RunError, refuse
+from phalanx.spec.errors import RUN_FILE, RunError, refuse
 from phalanx.spec.run import Data, MixedSource, Source
 from phalanx.spec.sources import kind
 
@@ -127,7 +127,8 @@ def _too_short(packing: Packing, what: str, remedy: str) -> list[str]:
     needed = 2 if isinstance(packing, BestFitPacking) else packing.length + 1
     return [
         f"The {what} has {packing.tokens} tokens, fewer than the {needed} that one window of "
-        f"train.sequence_length = {packing.length} needs; use a shorter train.sequence_length or {remedy}."
+        f"train.sequence_length = {packing.length} needs; use a shorter train.sequence_length or {remedy}. "
+        f"`phalanx data inspect {RUN_FILE}` counts documents and tokens."
     ]
 
 

@@ -23,11 +23,12 @@ from phalanx.data.pieces import DONE, Piece, PieceProgress, PieceResult, Tokeniz
 from phalanx.data.record_readers import EMPTY, MISSING
 from phalanx.data.token_files import META, TokenMeta, replace_text, unfinished, write_meta
 from phalanx.data.tokenizer import Tokenizer
-from phalanx.spec.errors import RunError, RunFailed
+from phalanx.spec.errors import RUN_FILE, RunError, RunFailed
 from phalanx.spec.run import Data, Source
 
 PLAN, LOCK = "plan.json", ".lock"
 _EXAMPLES = 3
+_MANY = 1_000_000  # bad records: as many as nobody has
 _HOME = str(Path(__file__).parents[2])
 _START = "import sys; sys.path.insert(0, sys.argv[1]); from phalanx.worker.tokenize_process import main; main()"
 """Imports this very package, also from a checkout that was never installed."""
@@ -58,7 +59,7 @@ def cached_token_files(source: Source, data: Data, tokenizer: Tokenizer, progres
     plan = make_plan(source, data, tokenizer)
     folder = Path(data.cache).expanduser() / f"tokens-{plan.key}"
     if not (folder / META).exists():
-        _check_outside(plan, folder.parent, source, "data.cache: ")
+        check_outside(plan, folder.parent, "data.cache: ")
         try:
             folder.mkdir(parents=True, exist_ok=True)
             with locked(folder, wait=True):
@@ -83,7 +84,7 @@ def tokenize_into(
     """Makes token files in a folder of the caller's choice. Continues an interrupted start of the same source and refuses a
     folder with token files of another one, unless `force` is given."""
     plan = make_plan(source, data, tokenizer)
-    _check_outside(plan, folder, source)
+    check_outside(plan, folder)
     try:
         _check_folder(folder)
         folder.mkdir(parents=True, exist_ok=True)
@@ -106,12 +107,12 @@ def tokenize_into(
         raise RunError(f"{error.filename or folder} cannot be written ({error.strerror}); name another folder.") from None
 
 
-def _check_outside(plan: TokenizePlan, folder: Path, source: Source, key: str = "") -> None:
-    """Refuses a folder inside the text: the next start would read its token files as text. Parquet sources, which read only
+def check_outside(plan: TokenizePlan, folder: Path, key: str = "") -> None:
+    """Refuses a folder inside the text: the next start would read its files as text. Parquet sources, which read only
     .parquet files, and hidden folders are exempt."""
     if plan.spec.kind == "parquet":
         return
-    for path in source.paths:
+    for path in plan.spec.source.paths:
         top, place = Path(path).expanduser().resolve(), folder.resolve()
         if top.is_dir() and place.is_relative_to(top) and not any(p.startswith(".") for p in place.relative_to(top).parts):
             raise RunError(f"{key}{folder} is inside {path}, which is read as text; name a folder outside of it.")
@@ -200,7 +201,10 @@ class _Totals:
             raise RunError(f"{key}: there is no record in {name}; name files that hold some.")
         remedy = "set data.field (--field) to the one that holds the text" if MISSING in self.skipped else "correct them"
         counts = _skipped_text(self.skipped, self._examples)
-        raise RunError(f"{key}: no record of {name} can be used: {counts}; {remedy}, or name other files.")
+        raise RunError(
+            f"{key}: no record of {name} can be used: {counts}; {remedy}, or name other files. `phalanx data preview {RUN_FILE}` "
+            "then shows what is read."
+        )
 
     def progress(self, unfinished: PieceProgress) -> Progress:
         tokens = self._tokens + unfinished.tokens
@@ -221,7 +225,7 @@ def check_limit(spec: TokenizeSpec, skipped: dict[str, int], examples: dict[str,
         raise RunError(
             f"{paths_key(spec.source)}: {bad} or more records of {spec.name} cannot be used, and data.max_bad_records "
             f"(--max-bad-records) = {limit}: {_skipped_text(skipped, examples or {})}. Correct them, or raise the limit to "
-            "skip them."
+            f"skip them. `phalanx data preview {RUN_FILE} data.max_bad_records={_MANY}` shows what is read without them."
         )
 
 

@@ -278,7 +278,7 @@ def split_samples(dataset: Dataset, batch: Batch) -> Iterator[SampleView]:
         pieces, column = [], 0
         for document, start, stop in trace.spans:
             until = column + stop - start
-            texts = _text_spans(tokens[column:until], targets[column:until], dataset.tokenizer)
+            texts = _text_spans(tokens[column:until], targets[column:until], dataset.tokenizer, inside=until < len(tokens))
             pieces.append(PieceView(document, start, stop, column, texts))
             column = until
         trained = int((targets >= 0).sum())
@@ -286,13 +286,16 @@ def split_samples(dataset: Dataset, batch: Batch) -> Iterator[SampleView]:
         yield SampleView(index, trace.source, trace.epoch, trace.window, tuple(pieces), **counts)
 
 
-def _text_spans(tokens: npt.NDArray[np.int64], targets: npt.NDArray[np.int64], tokenizer: Tokenizer) -> tuple[TextSpan, ...]:
-    """The text of a span. A character of several tokens belongs to the token that completes it."""
+def _text_spans(
+    tokens: npt.NDArray[np.int64], targets: npt.NDArray[np.int64], tokenizer: Tokenizer, *, inside: bool
+) -> tuple[TextSpan, ...]:
+    """The text of a span. A character of several tokens belongs to the token that completes it. `inside`: the window goes on behind it."""
     # A token is the target of the position before it; the first token of a span is the target of none.
     trained = [False, *(targets[:-1] >= 0).tolist()]
     shown = list(zip(tokens.tolist(), trained, strict=True))
-    if targets[-1] == tokenizer.end:  # a target but not an input, because nothing follows it
-        shown.append((tokenizer.end, True))
+    # The last token of a packed document is a target but not an input, because nothing follows it.
+    if targets[-1] == tokenizer.end or (inside and targets[-1] >= 0):
+        shown.append((int(targets[-1]), True))
     spans: list[TextSpan] = []
     push = tokenizer.stream()
     for token, counted in shown:

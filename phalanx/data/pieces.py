@@ -138,6 +138,7 @@ class TokenizePlan:
             identity["template"] = hashlib.sha256(spec.template.encode()).hexdigest()
             # Templates write the texts of special tokens, which are not in tokenizer.json.
             identity["special_tokens"] = dict(sorted(self.tokenizer.special.items()))
+            identity["end"] = "of the template"  # earlier versions added the end token
         return identity
 
     def pieces(self) -> Iterator[Piece]:
@@ -159,26 +160,27 @@ class TokenizePlan:
 
 def make_plan(source: Source, data: Data, tokenizer: Tokenizer) -> TokenizePlan:
     """Plans the pieces from file names and sizes. Reads no file but the template."""
-    kind = _kind(source)
-    if kind == "tokens":
-        raise RunError(f"{paths_key(source)} holds token files already; there is nothing to tokenize.")
+    kind = text_kind(source)
     name, template = chat.template_of(source, tokenizer) if kind == "chat" else ("", None)
     if template is not None:
         chat.ChatTemplate(template, name, tokenizer.special)  # reports errors here instead of in a worker
     spec = TokenizeSpec(kind=kind, source=source, data=data, template=template, template_name=name)
-    return TokenizePlan(spec=spec, tokenizer=tokenizer, files=_files(source, kind))
+    return TokenizePlan(spec=spec, tokenizer=tokenizer, files=source_files(source, kind))
 
 
-def _kind(source: Source) -> str:
+def text_kind(source: Source) -> str:
+    """The kind of a source of text. Raises RunError if its files are of several kinds, or token files."""
     several = kinds(source)
     if len(several) > 1:
         raise RunError(
             f"{paths_key(source)} names files of several kinds ({', '.join(several)}); set the kind (data.source, --source)."
         )
+    if several == ["tokens"]:
+        raise RunError(f"{paths_key(source)} holds token files already; there is nothing to tokenize.")
     return several[0] if several else "text"
 
 
-def _files(source: Source, kind: str) -> list[SourceFile]:
+def source_files(source: Source, kind: str) -> list[SourceFile]:
     if kind == "memory":
         return []
     if kind == "stdlib":
@@ -310,7 +312,7 @@ class PieceTokenizer:
         """False if the piece was abandoned because it has more bad records than the source may have."""
         batch: list[Any] = []
         length = read = 0
-        for place, record in self._records(piece):
+        for place, record in records(self._spec, piece, raw=self._spec.data.tokenizer == "byte"):
             try:
                 value = self._value(record)
             except BadRecord as bad:
@@ -342,30 +344,36 @@ class PieceTokenizer:
         else:
             writer.add_batch(self._tokenizer.encode_batch(batch))
 
-    def _records(self, piece: Piece) -> Iterator[tuple[Place, Any]]:
-        spec, limit = self._spec, self._spec.data.max_record_bytes
-        if piece.rows is not None:
-            return ((row_place(spec.name, number), row) for number, row in enumerate(piece.rows, piece.start))
-        if spec.kind == "parquet":
-            assert piece.stop is not None, "a piece of Parquet is a range of row groups"
-            return parquet_rows(piece.paths[0], spec.field, piece.start, piece.stop)
-        if spec.kind in ("text", "stdlib"):
-            raw = spec.data.tokenizer == "byte"
-            return ((partial(str, path), text_document(path, limit, raw=raw)) for path in piece.paths)
-        return json_lines(piece.paths[0], limit, piece.start, piece.stop)
-
     def _value(self, record: Any) -> str | bytes | chat.Rendered:
         """The text of a record; raises BadRecord if it has none."""
-        if isinstance(record, BadRecord):
-            raise record
-        if self._spec.kind == "parquet":
-            return checked_text(record, self._spec.field, self._spec.data.max_record_bytes)
-        if not isinstance(record, dict):
-            assert isinstance(record, str | bytes)
-            return record
-        if self._chat is not None:
+        if self._chat is not None and isinstance(record, dict):
             return self._chat.render(record)
-        return text_in(record, self._spec.field, self._spec.data.max_record_bytes)
+        return text_of(record, self._spec)
+
+
+def records(spec: TokenizeSpec, piece: Piece, *, raw: bool) -> Iterator[tuple[Place, Any]]:
+    """The records of a piece with their positions. `raw`: text files as bytes."""
+    limit = spec.data.max_record_bytes
+    if piece.rows is not None:
+        return ((row_place(spec.name, number), row) for number, row in enumerate(piece.rows, piece.start))
+    if spec.kind == "parquet":
+        assert piece.stop is not None, "a piece of Parquet is a range of row groups"
+        return parquet_rows(piece.paths[0], spec.field, piece.start, piece.stop)
+    if spec.kind in ("text", "stdlib"):
+        return ((partial(str, path), text_document(path, limit, raw=raw)) for path in piece.paths)
+    return json_lines(piece.paths[0], limit, piece.start, piece.stop)
+
+
+def text_of(record: Any, spec: TokenizeSpec) -> str | bytes:
+    """The text of a record that is no conversation; raises BadRecord if it has none."""
+    if isinstance(record, BadRecord):
+        raise record
+    if spec.kind == "parquet":
+        return checked_text(record, spec.field, spec.data.max_record_bytes)
+    if isinstance(record, dict):
+        return text_in(record, spec.field, spec.data.max_record_bytes)
+    assert isinstance(record, str | bytes)
+    return record
 
 
 def serve(connection: Any) -> None:

@@ -54,7 +54,7 @@ class TokenMeta:
     """Hash of everything that determines the ids of the tokenizer."""
     vocab: int
     end: int
-    """Id of the end token, which follows every document."""
+    """Id of the end token, which follows every document, except for conversations whose template ends turns with another token."""
     masked: bool
     """Whether the parts have masks."""
     documents: int
@@ -195,22 +195,22 @@ class TokenWriter:
     def add_batch(
         self, documents: Sequence[npt.NDArray[np.integer]], masks: Sequence[npt.NDArray[np.bool_]] | None = None
     ) -> None:
-        """Add documents, each with the end token unless that is its last id. `masks`: which ids, end tokens included, are trained on,
-        if the part has masks."""
+        """Add documents, each with the end token unless that is its last id. `masks`: which ids are trained on, if the part has masks; the
+        documents are then complete, because the end of a conversation is its template's choice."""
         assert (masks is None) == ("mask" not in self._files), "every document of a part has a mask, or none has"
         if not documents:
             return
         end = np.array([self._end])
         pieces: list[npt.NDArray[np.integer]] = []
         for ids in documents:
-            document = [ids] if len(ids) and ids[-1] == self._end else [ids, end]
+            document = [ids] if masks is not None or (len(ids) and ids[-1] == self._end) else [ids, end]
             pieces += document
             self._lengths.append(sum(map(len, document)))
         tokens = np.concatenate(pieces, dtype=self._dtype, casting="unsafe")
         self._write("tokens", tokens)
         if masks is not None:
             mask = np.concatenate(masks)
-            assert len(mask) == len(tokens), "a mask covers the end token"
+            assert len(mask) == len(tokens), "a mask covers the whole document"
             self._files["mask"].write(mask.data)
         self.tokens += len(tokens)
         self.documents = len(self._lengths)

@@ -93,10 +93,11 @@ class ByteTokenizer:
         return lambda token: decoder.decode(bytes([token])) if 0 <= token < self.end else ""
 
 
+TEMPLATE_FILE = "chat_template.jinja"
 COMPANIONS = (
     "tokenizer_config.json",
     "special_tokens_map.json",
-    "chat_template.jinja",
+    TEMPLATE_FILE,
     "added_tokens.json",
     "vocab.json",
     "merges.txt",
@@ -226,7 +227,7 @@ def _text(token: object) -> str | None:
 
 
 def _chat_template(folder: Path | None, config: Mapping[str, Any]) -> str | None:
-    if folder is not None and (path := folder / "chat_template.jinja").is_file():
+    if folder is not None and (path := folder / TEMPLATE_FILE).is_file():
         try:
             return path.read_text(encoding="utf-8")
         except (OSError, ValueError) as error:

@@ -23,7 +23,8 @@ from phalanx.checkpointing.format import RunMetadata
 from phalanx.checkpointing.hf_folder import ReferenceLogits, WeightsFolder, WeightsWriter
 from phalanx.checkpointing.replicas.shm_slots import free_memory
 from phalanx.checkpointing.restore import CheckpointReader
-from phalanx.data.tokenizer import COMPANIONS, open_tokenizer
+from phalanx.data.chat_turns import GENERATION_CONFIG, stored_template
+from phalanx.data.tokenizer import COMPANIONS, TEMPLATE_FILE, open_tokenizer
 from phalanx.evaluation.open_model import run_for, run_of, tokenizer_of
 from phalanx.models import hf_mapping
 from phalanx.models.decoder import Decoder
@@ -43,7 +44,7 @@ _BYTE_END = 256
 _END_TEXT = "<|end|>"
 TORCH = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Number formats of weights, by their names in a run file."""
-_TOKENIZER_FILES = {TOKENIZER_FILE, *COMPANIONS, "chat_template.json", "generation_config.json"}
+_TOKENIZER_FILES = {TOKENIZER_FILE, *COMPANIONS, "chat_template.json", GENERATION_CONFIG}
 """Files that are copied along with the weights."""
 EXACT = 1e-4
 """Tolerance of fp32, as a fraction of the largest logit: sums of a few thousand terms, layer upon layer, in another order."""
@@ -213,8 +214,11 @@ def _tokenizer_files(run: Run, saved: Path | None) -> tuple[dict[str, bytes], di
     if run.data.tokenizer == "byte":
         if run.model.rows < TOKENIZER_VOCAB["byte"]:
             return {}, {}, ["The model has fewer tokens than the byte tokenizer: none is exported."]
+        files = _byte_tokenizer(run.model.context)
+        if (template := stored_template(saved)) is not None:
+            files[TEMPLATE_FILE] = template.encode()
         # The end token of a document also begins the next one.
-        return _byte_tokenizer(run.model.context), {"bos_token_id": _BYTE_END, "eos_token_id": _BYTE_END}, []
+        return files, {"bos_token_id": _BYTE_END, "eos_token_id": _BYTE_END}, []
     tokenizer = open_tokenizer(run.data.tokenizer, run.data.end_token)
     ids = {text: number for number, text in tokenizer.marks.items()}
     special = {f"{key}_id": ids.get(tokenizer.special.get(key, "")) for key in ("bos_token", "pad_token")}

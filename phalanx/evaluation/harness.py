@@ -79,7 +79,7 @@ def _adapter() -> type[Any]:
             return self._cached("loglikelihood_rolling", requests, answers)
 
         def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-            answers = [until(self._scorer, *request.args) for request in requests]
+            answers = [until(self._scorer, *request.args, stop_tokens=self._opened.stops) for request in requests]
             return self._cached("generate_until", requests, answers)
 
         def chat_template(self, chat_template: bool | str = False) -> str:
@@ -103,8 +103,8 @@ def rolling(scorer: Scorer, texts: Sequence[str]) -> list[float]:
     return [sum((next(scores).logprob for _ in requests), 0.0) for requests in windows]
 
 
-def until(scorer: Scorer, context: str, options: dict[str, Any]) -> str:
-    """Generated text after the context, up to and without the first stop text."""
+def until(scorer: Scorer, context: str, options: dict[str, Any], *, stop_tokens: frozenset[int] = frozenset()) -> str:
+    """Generated text after the context, up to and without the first stop text. `stop_tokens` end it, too, as the end token does."""
     given = options.get("until") or []
     stops = [stop for stop in ([given] if isinstance(given, str) else given) if stop]
     most = int(options.get("max_gen_toks", options.get("max_tokens", _MAX_GENERATED)))
@@ -118,7 +118,7 @@ def until(scorer: Scorer, context: str, options: dict[str, Any]) -> str:
     tokens: list[int] = []
     text = ""
     for token in generate(scorer.model, prompt, most, scorer.tokenizer.end, sampling):
-        if token == scorer.tokenizer.end:
+        if token == scorer.tokenizer.end or token in stop_tokens:
             break
         tokens.append(token)
         text = scorer.tokenizer.decode(tokens)  # all of them: a character may consist of several tokens

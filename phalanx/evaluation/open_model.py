@@ -1,5 +1,5 @@
 """Opens a trained model from a run directory, a checkpoint or a Hugging Face folder, and makes what evaluates it. Called by
-`phalanx generate`, `phalanx eval` and the harness adapter."""
+`phalanx generate`, `phalanx chat`, `phalanx eval` and the harness adapter."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from phalanx.checkpointing.directory import DamagedCheckpoint
 from phalanx.checkpointing.find_checkpoint import FoundCheckpoint, find, is_url, path_or_url
 from phalanx.checkpointing.hf_folder import WeightsFolder
 from phalanx.checkpointing.restore import load as load_tensors
+from phalanx.data.chat_turns import GENERATION_CONFIG
 from phalanx.data.tokenizer import Tokenizer, open_tokenizer
 from phalanx.evaluation.score import Scorer
 from phalanx.events.rundir import RunDir
@@ -49,6 +50,8 @@ class Opened:
     """Step of the checkpoint; None: a Hugging Face folder."""
     damaged: tuple[DamagedCheckpoint, ...] = ()
     """Newer checkpoints of the run that were skipped because they are damaged."""
+    tokenizer_folder: Path | None = None
+    """The run directory's folder of tokenizer files, if there is one."""
 
     @property
     def compute(self) -> str:
@@ -70,7 +73,7 @@ def open_model(path: Path | str, device: str | torch.device | None = None) -> Op
     except RunFailed as why:  # a shape or a name differs
         raise RunError(f"{checkpoint} does not fit the model of {found.source} ({why}): undo the changes there.") from None
     stops = _stops(found.tokenizer, tokenizer)
-    return Opened(model, tokenizer, run, path_or_url(checkpoint), stops, found.step, found.damaged)
+    return Opened(model, tokenizer, run, path_or_url(checkpoint), stops, found.step, found.damaged, found.tokenizer)
 
 
 def run_of(found: FoundCheckpoint) -> Run:
@@ -130,7 +133,7 @@ def _token_text(file: Path, token: object) -> str | None:
 
 def _stops(folder: Path | None, tokenizer: Tokenizer) -> frozenset[int]:
     try:
-        given = None if folder is None else json.loads((folder / "generation_config.json").read_text())["eos_token_id"]
+        given = None if folder is None else json.loads((folder / GENERATION_CONFIG).read_text())["eos_token_id"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         given = None
     ids = given if isinstance(given, list) else [given]

@@ -204,6 +204,18 @@ class Evaluated(Event):
     """The same by source: {name: {"loss", "perplexity", "tokens"}}."""
 
 
+class Sampled(Event):
+    """Text generated after `step`; one record per prompt."""
+
+    step: int
+    prompt: str
+    """An element of train.sample_prompts; empty: the beginning of a document."""
+    text: str
+    """What the model wrote, without the prompt."""
+    tokens: int
+    seconds: float
+
+
 class Saved(Event):
     """A checkpoint is complete."""
 

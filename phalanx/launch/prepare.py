@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import count
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from phalanx.checkpointing import directory
 from phalanx.checkpointing.location import open_location
+from phalanx.data.chat_turns import model_files
 from phalanx.data.dataset import Dataset, open_dataset
 from phalanx.events.log import read_events
 from phalanx.events.records import DataOpened, Finished, Step
@@ -25,7 +26,7 @@ from phalanx.launch.launcher import Launcher, launcher
 from phalanx.launch.model_check import check_weights, measure, memory_problems
 from phalanx.planning.machines.hardware import mismatch
 from phalanx.spec.dump import changed, dump
-from phalanx.spec.errors import RunError, refuse
+from phalanx.spec.errors import RUN_FILE, RunError, refuse
 from phalanx.spec.load import load
 from phalanx.spec.plan import Machine, Plan, Size
 from phalanx.spec.preset_vocabulary import vocabulary_notices, vocabulary_question
@@ -125,7 +126,8 @@ def examine(
         problems += error.problems
     refuse(problems)  # slow preparations only for a run that can start
     data = open_dataset(run.data, run.train.sequence_length, run.train.seed, progress)
-    problems += [*run_checks.too_little_data(run, data), *run_checks.space_problems(planned.run, planned.plan, base)]
+    problems += [*run_checks.too_little_data(run, data), *run_checks.sample_problems(run, data)]
+    problems += run_checks.space_problems(planned.run, planned.plan, base)
     if ranks is None:
         problems += run_checks.replica_problems(planned.run, planned.plan)
     refuse(problems)
@@ -165,7 +167,7 @@ def prepare(
             begin_launch(rundir, started_by)
         replace_file(rundir.run_file, dump(planned.run))
         replace_file(rundir.plan_file, planned.plan.to_json())
-        _copy_tokenizer(data.tokenizer.files, rundir.tokenizer)
+        _store_tokenizer(data.tokenizer.files, model_files(run.data, data.tokenizer), rundir.tokenizer)
         fingerprint = data.fingerprint if run.cluster.nodes > 1 else ""
         notices = (*changes, *examined.notices)
         return Prepared(planned.run, planned.plan, rundir, started_by, resumes, notices, fingerprint, examined.opened)
@@ -218,13 +220,16 @@ def _last_plan(rundir: RunDir) -> Plan | None:
         return None
 
 
-def _copy_tokenizer(files: Sequence[Path], folder: Path) -> None:
-    """Copy the tokenizer next to the checkpoints, which are useless without it."""
-    for file in files:
+def _store_tokenizer(files: Sequence[Path], of_chats: Mapping[str, str], folder: Path) -> None:
+    """Copy the tokenizer next to the checkpoints, which are useless without it. `of_chats`: files of a run that reads conversations."""
+    if files or of_chats:
         folder.mkdir(exist_ok=True)
+    for file in files:
         partial = folder / f"{file.name}.partial"
         shutil.copyfile(file, partial)
         os.replace(partial, folder / file.name)
+    for name, text in of_chats.items():
+        replace_file(folder / name, text)
 
 
 def _use_directory(directory: Path, run: Run, fresh: bool) -> RunDir:
@@ -363,5 +368,6 @@ def _check_resumption(rundir: RunDir, planned: PlannedRun, data: Dataset, reques
         return True, [f"{text}: as requested, the run continues at the same position of the new text."]
     raise RunError(
         f"{text}, so the run cannot continue where it stopped: restore the files, continue anyway with "
-        "--accept-changed-data, or start again with --fresh or another --run-dir."
+        f"--accept-changed-data, or start again with --fresh or another --run-dir. `phalanx data preview {RUN_FILE} "
+        f"--step {saved.step + 1}` shows what the next step would read."
     )

@@ -16,6 +16,7 @@ from phalanx.checkpointing.format import Marker
 from phalanx.checkpointing.location import Location, Remote, error_text, open_location
 from phalanx.checkpointing.replicas import shm_slots
 from phalanx.control.processes import BYTES_PER_PARAMETER
+from phalanx.data.chat_turns import sample_prompts
 from phalanx.data.dataset import Dataset
 from phalanx.data.files import paths_key, skipped_files
 from phalanx.events import frames
@@ -25,7 +26,7 @@ from phalanx.events.rundir import RunDir
 from phalanx.host.interfaces import address_of
 from phalanx.host.probe import lacks_instructions
 from phalanx.spec.dump import changed
-from phalanx.spec.errors import RunError, toml
+from phalanx.spec.errors import RUN_FILE, RunError, toml
 from phalanx.spec.load import loads
 from phalanx.spec.plan import Machine, Plan
 from phalanx.spec.run import PORTS_PER_NODE, Data, Run
@@ -266,6 +267,16 @@ def format_notices(plan: Plan, lacks: Callable[[str], bool] = lacks_instructions
     ]
 
 
+def sample_problems(run: Run, data: Dataset) -> list[str]:
+    """Prompts of samples that cannot be used."""
+    try:
+        if run.train.sample_every is not None:
+            sample_prompts(run, data.tokenizer)
+    except RunError as error:
+        return list(error.problems)
+    return []
+
+
 def too_little_data(run: Run, data: Dataset) -> list[str]:
     """With limited epochs, the text may end before the run does."""
     limit, need = data.train.limit, run.steps * run.batch
@@ -277,7 +288,8 @@ def too_little_data(run: Run, data: Dataset) -> list[str]:
     named = " and ".join(f"{key} = {epochs:g}" for key, epochs in keys)
     return [
         f"{named} of {source_names(run)} gives {limit:,} sequences, but {run.steps:,} steps of {run.batch} need {need:,}: "
-        f"set train.steps to at most {limit // run.batch}, allow more epochs, or give more text."
+        f"set train.steps to at most {limit // run.batch}, allow more epochs, or give more text. "
+        f"`phalanx data inspect {RUN_FILE}` counts documents and tokens."
     ]
 
 

@@ -46,7 +46,7 @@ def findings(run: Run) -> Iterator[Finding]:
     yield from apply_rules(run, _batch)
     yield from model_findings(run)
     yield from layout_findings(run)
-    yield from apply_rules(run, _data, _duration, _checkpoints, _resilience, _spares, _ports, _planned_cluster)
+    yield from apply_rules(run, _data, _duration, _samples, _checkpoints, _resilience, _spares, _ports, _planned_cluster)
 
 
 def _names(run: Run) -> list[str]:
@@ -126,6 +126,17 @@ def _duration(run: Run) -> Iterator[str]:
         yield (
             "$train.eval_every has nothing to evaluate on, as $(data.eval_fraction)data.eval_fraction = 0: "
             "remove train.eval_every, or hold out a part such as data.eval_fraction = 0.01."
+        )
+
+
+def _samples(run: Run) -> Iterator[str]:
+    train, sources = run.train, run.data.mix or (run.data,)
+    if train.sample_every is None and train.sample_prompts:
+        yield "$train.sample_prompts are never used: set train.sample_every, such as 100, or remove them.$(train.sample_every)"
+    if train.sample_every is not None and not train.sample_prompts and any(source.source == "chat" for source in sources):
+        yield (
+            "$train.sample_every has no message to answer, and this run reads conversations: set "
+            'train.sample_prompts = ["…"], or remove train.sample_every.$(train.sample_prompts)$(data.source)'
         )
 
 

@@ -29,6 +29,10 @@ class PhalanxError(Exception):
     exit_code = 2
 
 
+RUN_FILE = "RUN.toml"
+"""The name of the run file in a command that an error recommends; the command line writes the real one in its place."""
+
+
 class RunError(PhalanxError):
     """Everything that is wrong with a run, reported before any process starts."""
 

@@ -109,6 +109,14 @@ class Train:
     """Evaluate every N steps. Default: only at the end."""
     eval_sequences: int = field(default=32, metadata=within(1) | NO_EFFECT)
     """Held-out sequences per evaluation."""
+    sample_every: int | None = field(default=None, metadata=within(1) | NO_EFFECT)
+    """Generate text every N steps and at the end, and print it. Does not change the training. Default: never."""
+    sample_prompts: tuple[str, ...] = field(default=(), metadata=NO_EFFECT)
+    """Texts to continue in samples; in a run on conversations, messages to answer. Default: one sample from the beginning of a document."""
+    sample_tokens: int = field(default=64, metadata=within(1) | NO_EFFECT)
+    """Maximum number of tokens of a sample."""
+    sample_temperature: float = field(default=0.8, metadata=within(0.0) | NO_EFFECT)
+    """Sampling temperature of samples; 0: always the most likely token."""
 
 
 class OptimizerTraits(NamedTuple):

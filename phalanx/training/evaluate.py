@@ -30,7 +30,7 @@ def evaluate(
         return None
     started = time.perf_counter()
     mesh = stepper.sharded.mesh
-    exchange = _StopExchange(mesh, stop_signal)
+    exchange = StopExchange(mesh, stop_signal)
     rows = []
     with stepper.evaluating():
         for samples in sources.values():
@@ -51,7 +51,7 @@ def evaluate(
     )
 
 
-class _StopExchange:
+class StopExchange:
     """Exchanges stop requests while the ranks compute: before each forward, ranks learn the requests of one forward earlier."""
 
     def __init__(self, mesh: Mesh, stop_signal: StopSignal):
@@ -75,7 +75,7 @@ class _StopExchange:
         return False
 
 
-def _loss_and_tokens(samples: Samples, stepper: Stepper, feed: BatchFeed, exchange: _StopExchange) -> Tensor | None:
+def _loss_and_tokens(samples: Samples, stepper: Stepper, feed: BatchFeed, exchange: StopExchange) -> Tensor | None:
     """This rank's sums of loss and target tokens of one source; None if a rank was asked to stop."""
     mesh, micro_batch = stepper.sharded.mesh, feed.plan.micro_batch
     count = min(feed.run.train.eval_sequences, samples.count)

@@ -8,7 +8,6 @@ being exported or waits for it is protected from pruning.
 from __future__ import annotations
 
 import json
-import math
 import os
 import subprocess
 import sys
@@ -20,21 +19,16 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
 from phalanx.checkpointing.directory import PARTIAL
 from phalanx.checkpointing.hf_folder import ReferenceLogits
 from phalanx.checkpointing.location import Location, open_location
 from phalanx.checkpointing.upload import Job, NewestFirst
-from phalanx.data.pack import Batch
 from phalanx.events.records import Event, Exported, ExportFailed
-from phalanx.parallel.sharded_model import ShardedModel
-from phalanx.parallel.vocab_parallel import Projected, VocabularyLoss
 from phalanx.spec.layout import Layout
 from phalanx.spec.plan import Plan
 from phalanx.spec.run import Run
-from phalanx.training.micro_batch import MicroBatch, own_positions
+from phalanx.training.live_logits import length_unit, live_logits
 from phalanx.training.step import Stepper
 
 LOGITS = ".logits"
@@ -163,12 +157,7 @@ def _remove(path: Path) -> None:
 
 def prompt(run: Run, layout: Layout) -> np.ndarray:
     """Token ids that follow from seed and vocabulary; as many as ranks that share sequences can divide evenly."""
-    units = [1]
-    if layout.context > 1:
-        units.append(layout.context * (1 if layout.context_method == "ulysses" else 2))
-    if layout.sequence or run.model.moe is not None:
-        units.append(layout.context * layout.tensor)
-    unit = math.lcm(*units)  # it divides train.sequence_length, as each of them does
+    unit = length_unit(run, layout)
     length = min(run.train.sequence_length, -(-_PROMPT_TOKENS // unit) * unit)
     generator = np.random.default_rng([run.train.seed, run.model.rows])
     return generator.integers(run.model.rows, size=length)
@@ -176,40 +165,8 @@ def prompt(run: Run, layout: Layout) -> np.ndarray:
 
 def reference_logits(stepper: Stepper, run: Run, plan: Plan) -> ReferenceLogits:
     """The live model's logits of the prompt, the same on every rank; all ranks call it together."""
-    model, mesh = stepper.sharded, stepper.sharded.mesh
     tokens_S = prompt(run, plan.layout)
     kept_K = np.unique(np.linspace(0, len(tokens_S) - 1, _PROMPT_TOKENS).round().astype(np.int64))
-    logits_KV = torch.zeros(len(kept_K), run.model.rows, device=mesh.device)
-    own_S = own_positions(plan.layout, mesh, len(tokens_S))
-    rows, columns = np.nonzero(kept_K[:, None] == own_S)  # where this rank has a kept position
-
-    def take(output: Any) -> None:
-        logits_SV, first = _own_logits(output, model)
-        if mesh.replica == 0 and first is not None:  # all replicas compute the same
-            logits_KV[rows, first : first + logits_SV.shape[1]] = logits_SV[columns].float()
-
-    batch = MicroBatch.prepare(_batch(tokens_S), mesh.device, run.data.document_mask, own_S)
-    with stepper.evaluating(), stepper.uncompiled():  # the prompt has its own length
-        stepper.forward(batch, take)
-    # Every number comes from one rank and zeros from all others, so the sum is exact.
-    whole_KV = mesh.all_reduce(logits_KV)
+    whole_KV = live_logits(stepper, run, plan.layout, tokens_S, kept_K)
     scaling = run.precision.fp8_scaling
     return ReferenceLogits(torch.from_numpy(tokens_S), torch.from_numpy(kept_K), whole_KV.cpu(), plan.compute, scaling)
-
-
-def _batch(tokens_S: np.ndarray) -> Batch:
-    """One sequence of one document."""
-    zeros = np.zeros((1, len(tokens_S)), dtype=np.int32)
-    positions = np.arange(len(tokens_S), dtype=np.int64)[None]
-    return Batch(tokens_S[None].astype(np.int64), np.roll(tokens_S, -1)[None], positions, zeros, np.zeros(1, dtype=np.int64))
-
-
-def _own_logits(output: Any, model: ShardedModel) -> tuple[Tensor, int | None]:
-    """This rank's columns of the logits and the index of the first; None if another rank contributes the same."""
-    if isinstance(output, Projected):
-        output = F.linear(output.x_BSD, output.weight_VD)
-    logits_SV = output[0]
-    loss = model.loss
-    if isinstance(loss, VocabularyLoss) and logits_SV.shape[-1] != loss.rows:
-        return logits_SV, loss.share.first
-    return logits_SV, 0 if model.mesh.coordinate("tensor") == 0 else None

@@ -4,7 +4,9 @@ of recent steps, so that a resumed run judges alike."""
 from __future__ import annotations
 
 import math
+import shlex
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -155,8 +157,8 @@ def step_record(progress: Progress, outcome: Outcome, rate: float, seconds: floa
     )
 
 
-def too_many_skipped(progress: Progress, run: Run) -> str:
-    """Why a run ends after skipped steps in a row."""
+def too_many_skipped(progress: Progress, run: Run, run_file: Path) -> str:
+    """Why a run ends after skipped steps in a row. `run_file`: the resolved one, in the run directory."""
     skipped, spikes = progress.skipped_in_a_row, progress.spikes_in_a_row
     spike = (
         f"a loss or gradient norm more than resilience.spike = {run.resilience.spike or 0:g} standard deviations above the mean"
@@ -175,8 +177,14 @@ def too_many_skipped(progress: Progress, run: Run) -> str:
         )
     return (
         f"{skipped} steps in a row had {had}, more than resilience.max_skipped = {run.resilience.max_skipped}; nothing was applied "
-        f"since step {progress.last_good}. Look at the step_skipped records in events.jsonl: {remedy}"
+        f"since step {progress.last_good}. Look at the step_skipped records in events.jsonl: {remedy}{_look_at_data(progress, run_file)}"
     )
+
+
+def _look_at_data(progress: Progress, run_file: Path) -> str:
+    if progress.left_out:  # after a rollback, steps read other samples than a preview shows
+        return ""
+    return f" `phalanx data preview {shlex.quote(str(run_file))} --step {progress.last_good + 1}` shows what the first of them read."
 
 
 def too_many_rollbacks(progress: Progress, step: int, run: Run) -> str:

@@ -20,6 +20,7 @@ from phalanx.events.records import (
     Finished,
     Restored,
     Rewound,
+    Sampled,
     Saved,
     SaveFailed,
     Step,
@@ -45,6 +46,7 @@ from phalanx.training.hooks.nonfinite import NonFiniteRetry
 from phalanx.training.hooks.replica_check import ReplicaCheck
 from phalanx.training.micro_batch import BatchFeed, step_seed
 from phalanx.training.run_progress import Progress, step_record, too_many_rollbacks, too_many_skipped
+from phalanx.training.sample_text import Sampler
 from phalanx.training.saving import Checkpointer
 from phalanx.training.step import Stepper
 from phalanx.training.step_totals import PAUSE, StopSignal
@@ -82,6 +84,7 @@ class Trainer:
             run, plan, mesh, checkpoints, self.data, lambda: reference_logits(self.stepper, run, plan)
         )
         self.feed = BatchFeed(run, plan, mesh, self.data)
+        self.sampler = Sampler(run, plan, self.data.tokenizer)
         self.hooks = Hooks(HeartbeatHook(self.heartbeat))
         self.last_record: Step | StepSkipped | None = None
         """The record of the last step, on every rank."""
@@ -211,6 +214,12 @@ class Trainer:
         self.hooks.before_evaluate(self.progress.step)
         return evaluate(self.data.eval, self.stepper, self.feed, self.progress.step, self.stop_signal)
 
+    def sample(self) -> Iterator[Sampled]:
+        """Text for each of train.sample_prompts; all ranks call it together. Ends early if a rank was asked to stop."""
+        return self.sampler.samples(
+            self.stepper, self.progress.step, self.stop_signal, lambda: self.hooks.on_phase("evaluating")
+        )
+
     # Save.
 
     def save(self) -> Saved:
@@ -282,6 +291,10 @@ class Trainer:
                     yield evaluated
                 if self.stop_signal.agreed:
                     return
+            if self._is_due(self.run.train.sample_every) or (self.finished and self.run.train.sample_every is not None):
+                yield from self.sample()
+                if self.stop_signal.agreed:
+                    return
             if not self.finished:
                 self.checkpointer.copy(self.progress, self.tensors)
             if self.run.checkpoint.save and self._is_due(self.run.checkpoint.every) and not self.finished:
@@ -321,7 +334,7 @@ class Trainer:
             yield from self._roll_back()
         if self.progress.skipped_in_a_row > limits.max_skipped:
             yield from self._save(wait=True)
-            raise RunFailed(too_many_skipped(self.progress, self.run))
+            raise RunFailed(too_many_skipped(self.progress, self.run, self.checkpoints.parent / "run.toml"))
 
     def _roll_back(self) -> Iterator[Event]:
         """Restores the last good checkpoint and skips the data read since; all ranks together. Without a checkpoint, does nothing.

@@ -192,7 +192,9 @@ def make_case(run: Run, *, ranks: int | None = None, steps: int = 8, gpus: Gpus 
     run = replace(run, layout=layout, cluster=cluster, checkpoint=Checkpoint())
     run = _data(_sizes(run, notes), notes)
     run = replace(run, optimizer=_optimizer(run, notes), precision=_precision(run, notes))
-    run = replace(run, train=replace(run.train, steps=steps, tokens=None, eval_every=None))
+    run = replace(
+        run, train=replace(run.train, steps=steps, tokens=None, eval_every=None, sample_every=None, sample_prompts=())
+    )
     if problems := check(run):
         raise RunError(problems)
     open_dataset(run.data, run.train.sequence_length, run.train.seed)  # reports problems with the text before ranks start

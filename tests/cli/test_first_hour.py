@@ -12,7 +12,7 @@ from commands import Workshop
 
 import phalanx as px
 from phalanx.calibration.bench_process import plan_of, small_run
-from phalanx.cli.output import visible
+from phalanx.dashboard.numbers import visible
 from phalanx.dashboard.pictures import schedule_text
 from phalanx.host.probe import lacks_instructions
 from phalanx.launch.run_checks import format_notices

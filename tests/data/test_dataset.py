@@ -86,7 +86,7 @@ def test_too_short_text_is_reported_with_numbers_and_a_remedy() -> None:
         open_dataset(Data(source="memory", documents=("short",), eval_fraction=0.2), 1024, seed=0)
     train, held_out = caught.value.problems
     assert "training text has 5 tokens, fewer than the 1025 that one window" in train
-    assert train.endswith("use a shorter train.sequence_length or more text.")
+    assert "use a shorter train.sequence_length or more text. `phalanx data inspect RUN.toml`" in train
     assert "held-out text has 1 tokens" in held_out
     with pytest.raises(RunError) as caught:
         open_dataset(Data(source="memory", documents=("x" * 2000,)), 1024, seed=0)

@@ -59,6 +59,7 @@ def test_everything_that_changed_is_told() -> None:
         "train.steps=20",
         "train.micro_batch=2",
         "train.eval_every=5",
+        "train.sample_every=5",
         "train.eval_sequences=5",
         "data.prefetch=7",
         "data.cache=elsewhere",

@@ -316,9 +316,10 @@ def test_too_many_skipped_in_a_row_end_the_run_with_everything_saved(tmp_path: P
     told: list[Any] = [trainer.step()]
     before = copied(trainer.tensors())
     trainer.model.register_forward_hook(lambda module, inputs, logits: logits * math.nan)
-    with pytest.raises(RunFailed, match=r"3 steps in a row .*max_skipped = 2; nothing was applied since step 1\."):
+    with pytest.raises(RunFailed, match=r"3 steps in a row .*max_skipped = 2; nothing was applied since step 1\.") as failed:
         for event in trainer.events():
             told.append(event)
+    assert "`phalanx data preview " in str(failed.value) and "run.toml --step 2`" in str(failed.value)
     assert [(event.kind, event.step) for event in told] == [
         ("step", 1), ("step_skipped", 2), ("not_finite", 2), ("step_skipped", 3), ("step_skipped", 4), ("saved", 4),
     ]  # fmt: skip
