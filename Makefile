@@ -8,7 +8,7 @@ RUN := runs/quickstart-$(shell date +%Y%m%d-%H%M%S)
 # Tests start hundreds of processes: what they import is compiled once, not by each of them.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup quickstart test test-slow test-clusters test-soak lint types contracts tests bench planner-accuracy planner-fit docs readme clean
+.PHONY: setup quickstart test test-slow test-clusters test-soak lint types contracts tests bench planner-accuracy planner-fit docs readme site clean
 
 setup: $(STAMP)
 
@@ -76,10 +76,16 @@ docs: setup
 	$(BIN)/python docs/make_run_file.py
 	$(BIN)/python docs/make_protocol.py
 	$(BIN)/python docs/make_history.py
+	$(BIN)/python docs/make_cli.py
 
 # The outputs that the README shows, where they are no longer what its commands print.
 readme: setup
 	$(BIN)/python docs/make_readme.py
 
+# The documentation as a site with search, in site/. A warning, such as a link that leads nowhere, is an error.
+site: setup
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[site]'
+	$(BIN)/mkdocs build --strict
+
 clean:
-	rm -rf .venv build *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	rm -rf .venv build site *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

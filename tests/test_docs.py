@@ -37,7 +37,9 @@ def module(script: str) -> Any:
     return loaded
 
 
-@pytest.mark.parametrize(("script", "page"), [("make_run_file", "run-file"), ("make_protocol", "protocol")])
+@pytest.mark.parametrize(
+    ("script", "page"), [("make_run_file", "run-file"), ("make_protocol", "protocol"), ("make_cli", "cli")]
+)
 def test_references_are_up_to_date(script: str, page: str) -> None:
     assert (ROOT / "docs" / f"{page}.md").read_text() == module(script).text(), "run `make docs`"
 

@@ -7,7 +7,7 @@ import json as encoding
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from typer import Argument, Option
@@ -160,3 +160,10 @@ def doctor(
     report = examine(directory, this_machine())
     report.render(console)
     finish(json, report.to_json(), not report.problems)
+
+
+def completion(shell: Annotated[Literal["bash", "zsh", "fish"], Argument(help="The shell that will read it.")]) -> None:
+    """Print the script that completes verbs and options in a shell: eval "$(phalanx completion bash)"."""
+    from typer.completion import get_completion_script
+
+    print(get_completion_script(prog_name="phalanx", complete_var="_PHALANX_COMPLETE", shell=shell))

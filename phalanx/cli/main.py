@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import sys
@@ -14,6 +15,7 @@ from importlib import import_module
 from typing import Any
 
 import typer
+import typer.completion
 
 from phalanx._version import __version__
 from phalanx.cli.lost_terminal import flush_or_drop, tolerate_lost_readers
@@ -47,6 +49,7 @@ _VERBS = {
     "bench": "bench_cmd.app",
     "doctor": "list_cmd.doctor",
     "schema": "list_cmd.schema",
+    "completion": "list_cmd.completion",
 }
 """Module and function of each verb. Only the called verb is imported: importing all takes longer than a plan."""
 
@@ -98,6 +101,8 @@ def main() -> None:
     words = sys.argv[1:]
     console.stderr = wants_json()  # standard output is for the program that reads it
     tolerate_lost_readers(words[0] if words else "")
+    if any(name.startswith("_PHALANX_COMPLETE") for name in os.environ):
+        typer.completion.completion_init()  # a shell asks what may come next
     try:
         _refuse_settings_as_options(words)
         command = _without_types_of_flags(_app(words[0] if words and words[0] in _VERBS else None))
