@@ -126,6 +126,7 @@ class _Chat:
             self._write("\n")
         except KeyboardInterrupt:
             answer.close()  # the conversation keeps what was shown
+            self._output.flush()  # the interrupt may have come between a word and its way to the screen
             self._note("\n(stopped)")
             return
         except RunError as error:
