@@ -220,7 +220,8 @@ def _line(event: Event) -> tuple[str, str] | None:
         case RunStarted():
             ranks = f"{event.ranks} {_DEVICES.get(event.device, event.device)} rank{'s' if event.ranks > 1 else ''}"
             work = f"{event.accumulation} × {event.micro_batch} sequences per rank and step"
-            return f"training {count(event.parameters)} parameters on {ranks} in {event.compute}, {work}", "bold"
+            of = "" if event.adapters is None else f"{count(event.adapters)} parameters of LoRA adapters of a model of "
+            return f"training {of}{count(event.parameters)} parameters on {ranks} in {event.compute}, {work}", "bold"
         case records.HostsChecked():
             return _hosts_line(event), "green" if not event.rejected else "yellow"
         case records.WeightsLoaded():

@@ -46,6 +46,8 @@ class RunStarted(Event):
     """What the plan expects of the run; None: nothing is promised."""
     program: list[str] = field(default_factory=list)
     """The program of `phalanx launch`, and its arguments. Steps, parameters and batch are 0 then."""
+    adapters: int | None = None
+    """Parameters of LoRA adapters, which alone are trained; None: all are."""
     saves: bool = True
     """Whether it saves checkpoints; False with `checkpoint.save = false`."""
 

@@ -21,7 +21,7 @@ from phalanx.parallel.sharded_model import Engine, ParamShard, Recipe, ShardedMo
 from phalanx.spec.errors import RunError
 from phalanx.spec.plan import Plan
 from phalanx.spec.run import Run
-from phalanx.transforms import activations, compile, fp8, recompute
+from phalanx.transforms import activations, compile, fp8, lora, recompute
 
 _ENOUGH_FLOPS = 4e12
 """Of one micro-batch in blocks that are compiled as one function, with their backward: some milliseconds, in which the host launches the next."""
@@ -33,7 +33,16 @@ def apply(parts: list[nn.Module], run: Run, plan: Plan, mesh: Mesh, recipe: Reci
     """Apply the layout to `parts`, this rank's stages of the model."""
     layout = plan.layout
     applied: dict[str, str | None] = {}
-    shards = {name: ParamShard.full(parameter) for part in parts for name, parameter in part.named_parameters()}
+    adapters = None
+    if run.lora.rank is not None:
+        adapters = lora.apply(parts, run.lora, recipe.axes)
+        recipe = replace(recipe, axes=adapters.axes)
+        applied["lora"] = adapters.applied(parts)
+    shards = {
+        name: ParamShard.full(parameter, frozen=adapters is not None and name not in adapters.names)
+        for part in parts
+        for name, parameter in part.named_parameters()
+    }
     if layout.tensor > 1:
         shards = tensor.split(parts, shards, recipe.axes, mesh, sequence=layout.sequence)
         applied["tensor"] = tensor.applied(parts, shards)
@@ -52,6 +61,7 @@ def apply(parts: list[nn.Module], run: Run, plan: Plan, mesh: Mesh, recipe: Reci
     placed = ShardedModel(
         parts, mesh, engine, loss, residual=residual_dtype(run, plan, mesh), is_local_sgd=run.optimizer.sync_every > 1
     )
+    placed.adapters = adapters
     if recipe.schedule is not None:
         whole = recipe.schedule.splits_backward and run.memory.recompute == "selective"
         note = "; backwards are not split, because of selective recomputation" if whole else ""

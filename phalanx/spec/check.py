@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import fields, replace
 
 from phalanx.spec import hf_config_write
+from phalanx.spec.adapted_layers import adapted_layers, is_target, linear_layers
 from phalanx.spec.check_layout import layout_findings
 from phalanx.spec.errors import RunError, around, divisors, either, multiples, nearest_divisors, nearest_multiples, quote, toml
 from phalanx.spec.keys import BARE, KEYS, OPTIONAL, Finding, Wrong, apply_rules, keys_in, tables_in
@@ -327,7 +328,7 @@ _MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 def model_findings(run: Run) -> Iterator[Finding]:
     """Problems between the keys of [model], and with train.sequence_length. A custom module gives the sizes a meaning of its own."""
     sizes = (_attention, _latent, _positions, _experts) if run.model.module is None else ()
-    return apply_rules(run, _start, _module, *sizes)
+    return apply_rules(run, _start, _module, *sizes, _lora)
 
 
 def _start(run: Run) -> Iterator[str | Finding]:
@@ -387,6 +388,25 @@ def _module(run: Run) -> Iterator[str]:
         yield f"$model.module does not name a class: write it as {example}."
     if model.mtp_depth:
         yield "$model.mtp_depth belongs to the built-in decoder, but $model.module: remove model.mtp_depth."
+
+
+def _lora(run: Run) -> Iterator[str]:
+    lora = run.lora
+    if lora.rank is None:
+        for key in ("alpha", "targets"):
+            if getattr(lora, key):
+                yield f"$lora.{key} describes adapters, but $(lora.rank)lora.rank is not given: set it, such as lora.rank = 16, or remove lora.{key}."
+        return
+    if run.model.module is not None:  # its layers are known when it is built
+        return
+    layers = linear_layers(run.model)
+    for target in lora.targets:
+        if not any(is_target(name, (target,)) for name in layers):
+            names = dict.fromkeys(name.rpartition(".")[2] for name in layers)
+            yield f"$(lora.targets)lora.targets: {toml(target)} is no layer of this model: take {either(names)}, or a longer name such as {toml(next(iter(layers)))}."
+    smallest = min((min(shape[-2:]) for shape in adapted_layers(run.model, lora).values()), default=None)
+    if smallest is not None and lora.rank > smallest:
+        yield f"$lora.rank exceeds {smallest}, the smaller side of one of its matrices: an adapter would be larger than the matrix. Set it to at most {smallest}."
 
 
 def _attention(run: Run) -> Iterator[str]:

@@ -167,6 +167,24 @@ class Optimizer:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Lora:
+    """LoRA: only low-rank adapters of linear layers are trained; the weights that training starts from stay as they are. Without `rank`, all weights are trained."""
+
+    rank: int | None = field(default=None, metadata=within(1))
+    """Rank of the adapters: an adapter adds alpha / rank · B·A to its matrix, where A has `rank` rows and B has `rank` columns. Default: no adapters."""
+    alpha: float | None = field(default=None, metadata=within(above=0.0))
+    """Scale of the adapters. Default: twice the rank."""
+    targets: tuple[str, ...] = ()
+    """Layers that get an adapter, by name or by the end of their name, such as ["query", "value", "mlp.down"]; * stands for anything. Default: every linear layer of the blocks. Routed experts get adapters only by name, such as "experts.gate"."""
+
+    @property
+    def scale(self) -> float:
+        """The factor of B·A."""
+        assert self.rank is not None, "without a rank there are no adapters"
+        return 2.0 if self.alpha is None else self.alpha / self.rank
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Precision:
     """Number formats. The weights that the optimizer updates are always fp32."""
 
@@ -396,6 +414,7 @@ class Run:
     data: Data = Data()
     train: Train = Train()
     optimizer: Optimizer = Optimizer()
+    lora: Lora = Lora()
     precision: Precision = Precision()
     memory: Memory = Memory()
     layout: Layout = field(default_factory=Layout)

@@ -58,22 +58,38 @@ class TrainState:
     """Number of experts of each router of the whole model, by the router's name."""
 
     def tensors(self) -> dict[str, StateTensor]:
-        """This rank's part of the live state: parameters and persistent buffers as model/NAME, states as optimizer/NAME/STATE."""
-        params, mesh, outer = {param.name: param for param in self.sharded.owned}, self.sharded.mesh, self.outer
+        """This rank's part of the live state: parameters and persistent buffers as model/NAME, states as optimizer/NAME/STATE. With LoRA,
+        without what is frozen."""
+        params, mesh, outer = {param.name: param for param in self.sharded.trained}, self.sharded.mesh, self.outer
         tensors = {f"model/{name}": state_tensor(param.value.detach(), param.shard, mesh) for name, param in params.items()}
-        for part in self.sharded.parts:
-            persistent = part.state_dict().keys()
-            tensors |= {
-                f"model/{name}": replace(StateTensor.full(buffer, replica_group(mesh)), is_buffer=True)
-                for name, buffer in part.named_buffers()
-                if name in persistent
-            }
+        if self.sharded.adapters is None:
+            tensors |= self._buffers()
         for name, state in self.optimizer.state().items():
             shard = params[name.rpartition("/")[0]].shard
             tensors[f"optimizer/{name}"] = (
                 state_tensor(state, shard, mesh) if outer is None else outer.replica_state(state, shard)
             )
         return tensors | (outer.tensors() if outer is not None else {})
+
+    def frozen(self) -> dict[str, StateTensor]:
+        """This rank's part of the frozen model below LoRA adapters, which `model.from` or the seed gives: parameters and buffers as
+        model/NAME. Empty without LoRA."""
+        if self.sharded.adapters is None:
+            return {}
+        params, mesh = [param for param in self.sharded.owned if param.shard.frozen], self.sharded.mesh
+        return {
+            f"model/{param.name}": state_tensor(param.value.detach(), param.shard, mesh) for param in params
+        } | self._buffers()
+
+    def _buffers(self) -> dict[str, StateTensor]:
+        replicas = replica_group(self.sharded.mesh)
+        return {
+            f"model/{name}": replace(StateTensor.full(buffer, replicas), is_buffer=True)
+            for part in self.sharded.parts
+            for persistent in [part.state_dict().keys()]
+            for name, buffer in part.named_buffers()
+            if name in persistent
+        }
 
     def placement(self) -> ModelPlaced:
         """What this rank holds, read from its tensors."""
@@ -114,15 +130,15 @@ def build(run: Run, plan: Plan, mesh: Mesh, resources: Resources = REAL) -> Trai
     parts = split_stages(model, run, plan, mesh, order)
     sharded = apply(parts, run, plan, mesh, recipe(model, run.train.seed, order))
     optimizer = Optimizer(
-        sharded.owned, run.optimizer, precision=run.precision, memory=run.memory, mesh=mesh, resources=resources
+        sharded.trained, run.optimizer, precision=run.precision, memory=run.memory, mesh=mesh, resources=resources
     )
-    outer = OuterOptimizer(sharded.owned, run.optimizer, mesh) if run.optimizer.sync_every > 1 else None
+    outer = OuterOptimizer(sharded.trained, run.optimizer, mesh) if run.optimizer.sync_every > 1 else None
     return TrainState(sharded, optimizer, outer, order, shapes, experts)
 
 
 def recipe(model: nn.Module, seed: int, schedule: Schedule | None = None) -> Recipe:
     """What `parallel/apply`, which knows no model, needs of one: names of dimensions, initial values, the loss."""
-    spec, initial = model.spec, init.table(model)
+    spec, initial = model.spec, init.ADAPTERS | dict(init.table(model))
     assert isinstance(spec, ModelSpec), "models.init.build sets the spec"
 
     @torch.no_grad()

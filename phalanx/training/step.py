@@ -117,9 +117,8 @@ class Stepper:
         self.own_loss = torch.zeros(())
         """This rank's part of the last step's loss."""
         # Where every rank has all gradients, each computes the norm alone. If its bits are wrong, its norm alone is wrong.
-        self._norm_is_local = all(
-            model.copies(param.shard) == model.step_group.size for param in model.owned if param.shard.counted
-        )
+        counted = [param.shard for param in model.trained if param.shard.counted]  # none on a stage without adapters
+        self._norm_is_local = bool(counted) and all(model.copies(shard) == model.step_group.size for shard in counted)
 
     def begin(self, number: int, seed: int) -> None:
         """Prepares step `number`; random numbers of its forwards follow from `seed`."""
@@ -283,8 +282,8 @@ class Stepper:
         self.observer.run("optimizer", optimizer.step, pending.learning_rate, pending.divisor, skip)
         verdict, loads = int(pending.read_verdict()), pending.totals.loads
         if verdict == GOOD:
-            # Every rank has the same counts, so all copies of a router change alike.
-            for name, router in self._routers.items():
+            # Every rank has the same counts, so all copies of a router change alike. Those below LoRA adapters are frozen.
+            for name, router in self._routers.items() if self.sharded.adapters is None else ():
                 router.rebalance(loads[name])
         if verdict != SPIKE:
             self.scale.update(verdict == GOOD)

@@ -88,6 +88,8 @@ class Trainer:
         self.is_built = False
         self.ready = False
         """The state is complete: initialized, loaded or restored."""
+        self._has_weights = False
+        """The weights of `model.from` have been loaded."""
 
     # Build and restore.
 
@@ -98,7 +100,7 @@ class Trainer:
         self.sharded, self.optimizer, self.model = state.sharded, state.optimizer, state.sharded.parts[0]
         self.stepper = Stepper(self.run, self.plan, state.sharded, state.experts, state.pipeline(self.run))
         self.stepper.hooks = self.hooks
-        check = ReplicaCheck(self.run.resilience.check_every, state.sharded, state.tensors)
+        check = ReplicaCheck(self.run.resilience.check_every, state.sharded, lambda: state.frozen() | state.tensors())
         self.checkpointer.equal_step = lambda: check.last_agreed
         self.hooks.add(
             check,
@@ -116,19 +118,25 @@ class Trainer:
 
     def load_initial_weights(self) -> list[Event]:
         """Loads the weights that `model.from` names, if any: once, before the first step."""
+        events = [] if self.ready or self.progress.step else self._load_weights()
+        self.ready = True
+        return events
+
+    def _load_weights(self) -> list[Event]:
+        """Loads the weights that `model.from` names: into the model, or, with LoRA, into the frozen model below the adapters."""
         source = self.run.model.from_
-        if source is None or self.ready or self.progress.step:
-            self.ready = True
+        if source is None or self._has_weights:
             return []
         from phalanx.training import initial_weights  # imports file readers that most runs do not need
 
         started = time.perf_counter()
-        tensors = {name.partition("/")[2]: piece for name, piece in self.tensors().items() if name.startswith("model/")}
+        live = self.tensors() if self.sharded.adapters is None else self.state.frozen()
+        tensors = {name.partition("/")[2]: piece for name, piece in live.items() if name.startswith("model/")}
         initial_weights.load(tensors, self.state.shapes, origin_folder(source))
-        if self.state.outer is not None:
+        if self.state.outer is not None and self.sharded.adapters is None:
             self.state.outer.adopt()
         self._adopt_state()
-        self.ready = True
+        self._has_weights = True
         return [WeightsLoaded(path=source, seconds=time.perf_counter() - started)]
 
     def restore(self, path: Path | Location | None = None, *, until: int | None = None) -> list[Event]:
@@ -138,6 +146,8 @@ class Trainer:
         progress, events = self.checkpointer.restore(self.tensors(), path, until)
         if progress is None:
             return [*events, *self.load_initial_weights()]
+        if self.sharded.adapters is not None:  # no checkpoint holds what is frozen
+            events = [*self._load_weights(), *events]
         self.progress = progress
         self.stepper.scale.restore(self.progress.loss_scale)
         self._adopt_state()

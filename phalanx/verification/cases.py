@@ -14,6 +14,7 @@ from phalanx.data.dataset import open_dataset
 from phalanx.launch.model_check import measure
 from phalanx.planning.planner import plan_run
 from phalanx.recovery.relayout import with_valid_settings
+from phalanx.spec.adapted_layers import adapted_layers, is_target, linear_layers
 from phalanx.spec.check import check
 from phalanx.spec.errors import RunError
 from phalanx.spec.layout import Layout, Schedule
@@ -190,7 +191,7 @@ def make_case(run: Run, *, ranks: int | None = None, steps: int = 8, gpus: Gpus 
     layout = _layout(run, ranks, notes)
     cluster = Cluster(device="cuda" if gpus else "cpu", threads=1)
     run = replace(run, layout=layout, cluster=cluster, checkpoint=Checkpoint())
-    run = _data(_sizes(run, notes), notes)
+    run = _adapters(_data(_sizes(run, notes), notes), notes)
     run = replace(run, optimizer=_optimizer(run, notes), precision=_precision(run, notes))
     run = replace(run, train=replace(run.train, steps=steps, tokens=None, eval_every=None))
     if problems := check(run):
@@ -265,6 +266,22 @@ def _sizes(run: Run, notes: list[str]) -> Run:
     notes.append(f"Batches have {smallest} sequences of {length} tokens.")
     train = replace(run.train, sequence_length=length, batch=smallest, batch_tokens=None, micro_batch=micro)
     return replace(run, model=replace(model, from_=None), train=train)
+
+
+def _adapters(run: Run, notes: list[str]) -> Run:
+    """LoRA adapters that suit the small model: its matrices may be too small for their rank, or lack some of the targets."""
+    lora, rank = run.lora, run.lora.rank
+    if rank is None or run.model.module is not None:
+        return run
+    targets = tuple(target for target in lora.targets if any(is_target(name, (target,)) for name in linear_layers(run.model)))
+    if targets != lora.targets:
+        notes.append(f"Adapters are on {', '.join(targets) or 'all linear layers'}: the small model lacks other targets.")
+    lora = replace(lora, targets=targets)
+    smallest = min(min(shape[-2:]) for shape in adapted_layers(run.model, lora).values())
+    if rank > smallest:
+        notes.append(f"lora.rank is {smallest} instead of {rank}, for matrices as small as these.")
+        lora = replace(lora, rank=smallest, alpha=lora.scale * smallest)
+    return replace(run, lora=lora)
 
 
 def _data(run: Run, notes: list[str]) -> Run:

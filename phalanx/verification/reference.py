@@ -115,9 +115,9 @@ def record_steps(trainer: Trainer, steps: int, disturbance: float = 0.0) -> Iter
 
 
 def _parameters(trainer: Trainer) -> dict[str, ShardValue]:
-    """The model state that a checkpoint would store."""
+    """The model state that a checkpoint would store, and what is frozen."""
     values = {}
-    for name, piece in trainer.tensors().items():
+    for name, piece in (trainer.state.frozen() | trainer.tensors()).items():
         if name.startswith("model/"):
             tensor = piece.tensor if isinstance(piece.tensor, Tensor) else piece.tensor.read()
             values[name.removeprefix("model/")] = tensor.detach(), ParamShard(piece.slice)

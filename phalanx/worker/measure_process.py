@@ -20,12 +20,15 @@ from torch import nn
 from phalanx import accelerator
 from phalanx.checkpointing.hf_folder import WeightsFolder
 from phalanx.models import hf_mapping
+from phalanx.models.custom import axes
 from phalanx.models.init import build, reset_buffers
 from phalanx.spec import hf_config
-from phalanx.spec.errors import RunError
+from phalanx.spec.adapted_layers import is_target
+from phalanx.spec.errors import RunError, refuse, toml
 from phalanx.spec.load import loads
 from phalanx.spec.origin import origin_folder
 from phalanx.spec.run import Run
+from phalanx.transforms import lora
 from phalanx.transforms.precision import computing
 
 _MAX_TRIED = 1 << 30  # parameters up to which the forward is tried: 4 GiB of memory for a moment
@@ -42,6 +45,7 @@ def main() -> None:
 def measure(run: Run) -> dict[str, Any]:
     """Check the run's model and count its parameters."""
     model = build(run.model)
+    trained = _adapters(run, model)
     if run.model.module is not None:
         try_forward(run, model)
     elif run.model.from_ is not None:
@@ -53,7 +57,23 @@ def measure(run: Run) -> dict[str, Any]:
     if not any(isinstance(m, nn.Linear) and m.out_features == run.model.rows for m in model.modules()):
         # Tied embeddings: the token embedding also computes the logits.
         multiplied += sum(w.numel() for w in looked_up.values() if w.shape[0] == run.model.rows)
-    return {"parameters": parameters, "active": parameters, "flops_per_token": 6.0 * multiplied}
+    flops = 6.0 * multiplied if trained is None else 4.0 * multiplied + 6.0 * trained
+    return {"parameters": parameters, "active": parameters, "flops_per_token": flops, "trained": trained}
+
+
+def _adapters(run: Run, model: nn.Module) -> int | None:
+    """Parameters of the LoRA adapters of a model; None without LoRA. Raises RunError if one of its targets is no layer of the model."""
+    if run.lora.rank is None:
+        return None
+    known, targets = lora.layers(model, axes(run.model.module)), run.lora.targets or ("blocks.*",)
+    problems = [
+        f"lora.targets: {toml(target)} is no linear layer of the model; its layers are {', '.join(list(known)[:8]) or 'none'}"
+        for target in targets
+        if not any(is_target(name, (target,)) for name in known)
+    ]
+    refuse(problems)
+    adapters = lora.apply([copy := build(run.model)], run.lora, axes(run.model.module))
+    return sum(parameter.numel() for name, parameter in copy.named_parameters() if name in adapters.names)
 
 
 def try_forward(run: Run, model: nn.Module) -> None:

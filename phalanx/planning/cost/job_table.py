@@ -72,6 +72,8 @@ class JobTable:
     """Width of the part of a head that rotary positions rotate."""
     qk_norm: Column = 0
     """1: queries and keys are normalized."""
+    adapters: Column = 0
+    """LoRA: parameters of the adapters, as a fraction of the model's, which are frozen. 0: no adapters, and all parameters are trained."""
 
     # The batch
     sequence: Column
@@ -151,6 +153,11 @@ class JobTable:
     def size(self) -> int:
         """Number of jobs."""
         return math.prod(np.broadcast_shapes(*{np.shape(getattr(self, column.name)) for column in fields(self)}))
+
+
+def trained_fraction(jobs: JobTable) -> Column:
+    """Parameters that have gradients and optimizer states, as a fraction of the model's."""
+    return np.where(jobs.adapters > 0, jobs.adapters, 1.0) if np.any(jobs.adapters > 0) else 1.0
 
 
 def take(table: Any, rows: Any) -> Any:

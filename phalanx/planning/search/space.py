@@ -15,6 +15,7 @@ import numpy.typing as npt
 from phalanx.planning.cost.job_table import METHODS, OFFLOAD, RECOMPUTE, SCHEDULES, JobTable, machine_columns, model_columns
 from phalanx.planning.cost.schedule_cost import SPLITS_BACKWARD
 from phalanx.planning.machines.cluster import Hardware
+from phalanx.spec.adapted_layers import adapter_parameters
 from phalanx.spec.check_layout import leaves_empty_part
 from phalanx.spec.errors import divisors as divisors_of
 from phalanx.spec.layout import FIXED_STAGES, Layout, Schedule, default_stages
@@ -121,6 +122,7 @@ class Space:
             "kv_rank": model.mla.kv_rank if model.mla else 0,
             "rotated": model.rotated if model.positions == "rope" else 0,
             "qk_norm": int(model.qk_norm),
+            "adapters": adapter_parameters(model, run.lora) / model.parameters(),
             "recompute_every": memory.recompute_every,
             "moments": (2 if run.precision.optimizer == "bf16" else 4)
             * run.optimizer.traits.moments,  # of the matrices at least
