@@ -199,11 +199,17 @@ def step_line(event: Step, steps: int, left: float | None) -> Text:
         f"loss {number(event.loss)}",
         f"{count(event.tokens_per_second):>5} tok/s",
         *([f"mfu {percent(event.mfu)}"] if event.mfu is not None else []),
-        # The line has room for only one of the two; a mixture-of-experts run shows the load balance.
-        f"norm {number(event.grad_norm, 2)}" if event.expert_load is None else f"load {number(event.expert_load, 2)}",
+        _figure(event),
         f"eta {duration(left)}",
     ]
     return Text("  ".join(parts))
+
+
+def _figure(event: Step) -> str:
+    """The one figure that a line has room for: preferences show how many pairs are preferred, mixtures of experts the load balance."""
+    if event.preferred is not None:
+        return f"preferred {percent(event.preferred)}"
+    return f"norm {number(event.grad_norm, 2)}" if event.expert_load is None else f"load {number(event.expert_load, 2)}"
 
 
 def _data_line(event: records.DataOpened) -> str:
@@ -293,7 +299,8 @@ def _by_source(event: Evaluated) -> str:
         return ""
     width = max(len(name) for name in event.sources)
     return "".join(
-        f"\n    {name:<{width}}  loss {number(values['loss'])}  perplexity {number(values['perplexity'], 2)}"
+        f"\n    {name:<{width}}  loss {number(values['loss'])}"
+        + (f"  perplexity {number(values['perplexity'], 2)}" if "perplexity" in values else "")
         for name, values in event.sources.items()
     )
 

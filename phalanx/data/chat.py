@@ -221,7 +221,7 @@ class ChatRenderer:
         for number, message in enumerate(value):
             if not isinstance(message, dict) or not isinstance(message.get("role"), str):
                 raise BadRecord(MESSAGES, f"message {number} is not an object with a role")
-            content = _content(message)
+            content = content_of(message)
             if content is None:
                 raise BadRecord(MESSAGES, f"the content of message {number} is not text")
             messages.append({**message, "content": content})
@@ -245,7 +245,7 @@ def encode_document(rendered: Rendered, tokenizer: Tokenizer) -> tuple[Ids, npt.
     return np.append(ids, np.int32(tokenizer.end)), np.append(mask, rendered.ends)
 
 
-def _content(message: Mapping[str, Any]) -> str | None:
+def content_of(message: Mapping[str, Any]) -> str | None:
     content = message.get("content")
     if content is None and message.get("tool_calls"):
         return ""

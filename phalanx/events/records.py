@@ -178,6 +178,10 @@ class Step(Event):
     """Maximum over all ranks: peak device bytes on GPUs, resident bytes on CPUs."""
     expert_load: float | None = None
     """Load of the fullest expert divided by the mean, in the worst layer, over the last 20 steps of this launch. None without experts."""
+    preferred: float | None = None
+    """DPO: fraction of the pairs whose chosen answer has gained more than the rejected one, relative to the reference. None otherwise."""
+    reward: float | None = None
+    """DPO: mean of beta times that gain. None otherwise."""
 
 
 class StepSkipped(Event):

@@ -59,8 +59,15 @@ def missing_packages(run: Run) -> list[str]:
 
 
 def adapter_problems(run: Run) -> list[str]:
-    """Why adapters would be trained in vain."""
-    if run.lora.rank is None or run.model.from_ is not None:
+    """Why adapters, or preferences, would be trained in vain."""
+    if run.model.from_ is not None:
+        return []
+    if run.train.objective == "dpo":
+        return [
+            'train.objective = "dpo" compares a model with the one that training starts from, and without model.from that would be random: '
+            "set model.from to a folder of trained weights."
+        ]
+    if run.lora.rank is None:
         return []
     return [
         f"lora.rank = {run.lora.rank} freezes all weights but those of the adapters, and without model.from they would be random: set "

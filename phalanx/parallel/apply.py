@@ -29,8 +29,8 @@ _MOST_TOGETHER = 4
 """Such blocks. Compilation takes as many times as long."""
 
 
-def apply(parts: list[nn.Module], run: Run, plan: Plan, mesh: Mesh, recipe: Recipe) -> ShardedModel:
-    """Apply the layout to `parts`, this rank's stages of the model."""
+def apply(parts: list[nn.Module], run: Run, plan: Plan, mesh: Mesh, recipe: Recipe, *, frozen: bool = False) -> ShardedModel:
+    """Apply the layout to `parts`, this rank's stages of the model. `frozen`: it is never trained."""
     layout = plan.layout
     applied: dict[str, str | None] = {}
     adapters = None
@@ -38,8 +38,10 @@ def apply(parts: list[nn.Module], run: Run, plan: Plan, mesh: Mesh, recipe: Reci
         adapters = lora.apply(parts, run.lora, recipe.axes)
         recipe = replace(recipe, axes=adapters.axes)
         applied["lora"] = adapters.applied(parts)
+    for part in parts if frozen else ():
+        part.requires_grad_(False)
     shards = {
-        name: ParamShard.full(parameter, frozen=adapters is not None and name not in adapters.names)
+        name: ParamShard.full(parameter, frozen=frozen or (adapters is not None and name not in adapters.names))
         for part in parts
         for name, parameter in part.named_parameters()
     }
@@ -51,7 +53,8 @@ def apply(parts: list[nn.Module], run: Run, plan: Plan, mesh: Mesh, recipe: Reci
     if layout.context > 1:
         applied["context"] = context_parallel.swap(parts, mesh, layout.context_method)
     columns = mesh.group("tensor", use="tensor")
-    loss = vocab_parallel.swap(parts, columns, chunk=run.memory.loss_chunk or None, sequence=layout.sequence, loss=recipe.loss)
+    chunk = None if run.train.objective == "dpo" else run.memory.loss_chunk or None
+    loss = vocab_parallel.swap(parts, columns, chunk=chunk, sequence=layout.sequence, loss=recipe.loss)
     applied["loss"] = vocab_parallel.applied(parts, loss)
     applied |= transform(parts, run, plan, mesh)
     if recipe.tied in shards and not any(getattr(part, "is_first_stage", True) for part in parts):

@@ -14,7 +14,7 @@ from phalanx.spec.errors import RunError, around, divisors, either, multiples, n
 from phalanx.spec.keys import BARE, KEYS, OPTIONAL, Finding, Wrong, apply_rules, keys_in, tables_in
 from phalanx.spec.model import ModelSpec
 from phalanx.spec.origin import origin, overridable
-from phalanx.spec.run import PORTS_PER_NODE, Cluster, Run, Source
+from phalanx.spec.run import PORTS_PER_NODE, Cluster, Dpo, Run, Source
 from phalanx.spec.sources import kinds, vocabulary_size
 
 
@@ -47,7 +47,7 @@ def findings(run: Run) -> Iterator[Finding]:
     yield from apply_rules(run, _batch)
     yield from model_findings(run)
     yield from layout_findings(run)
-    yield from apply_rules(run, _data, _duration, _checkpoints, _resilience, _spares, _ports, _planned_cluster)
+    yield from apply_rules(run, _data, _objective, _duration, _checkpoints, _resilience, _spares, _ports, _planned_cluster)
 
 
 def _names(run: Run) -> list[str]:
@@ -257,6 +257,35 @@ def _data(run: Run) -> Iterator[str | Finding]:
         )
 
 
+def _objective(run: Run) -> Iterator[str]:
+    """DPO reads pairs of answers, and the other objective texts."""
+    sources: dict[str, Source] = {f"data.mix.{source.name}": source for source in run.data.mix} or {"data": run.data}
+    pairs = [table for table, source in sources.items() if kinds(source) == ["preferences"]]
+    if run.train.objective != "dpo":
+        for table in pairs:
+            yield (
+                f'$({table}.source){table}.source = "preferences" holds pairs of answers, but $train.objective trains on texts: set '
+                'train.objective = "dpo", or data.source = "chat" for conversations.'
+            )
+        if run.dpo != Dpo():
+            yield '$(dpo.beta)$(dpo.label_smoothing)[dpo] has no effect with $train.objective: set it to "dpo", or remove [dpo].'
+        return
+    for table in sources:
+        if table not in pairs:
+            yield (
+                f"$train.objective needs pairs of answers, but $({table}.source){table} is of another kind: set {table}.source = "
+                '"preferences".'
+            )
+    if any(source.documents for source in sources.values()) and run.data.tokenizer != "byte":
+        yield '$(data.documents)data.documents of preferences need $data.tokenizer = "byte": name a file in data.paths instead.'
+    if not run.data.document_mask:
+        yield "$train.objective keeps two answers in a window apart, but $data.document_mask lets them see each other: remove it."
+    if run.memory.loss_chunk:
+        yield "$memory.loss_chunk adds up the losses of tokens, but $train.objective needs those of each answer: remove it."
+    if run.model.mtp_depth:
+        yield "$model.mtp_depth predicts tokens further ahead, which $train.objective does not use: set model.mtp_depth = 0."
+
+
 def _vocabulary(run: Run) -> Iterator[str | Finding]:
     try:
         tokens = vocabulary_size(run.data.tokenizer)
@@ -310,7 +339,13 @@ def _source(source: Source, table: str) -> Iterator[str]:
                 f"$({key})$({table}.source){key} is set, but {table}.source = {toml(kind)}{inferred} does not read it: "
                 f"remove it, or set {table}.source to {either(map(toml, readers))}."
             )
-    if kind not in ("memory", "stdlib") and not source.paths:
+    if kind == "preferences" and source.documents:
+        if source.paths or len(source.documents) % 2:
+            yield (
+                f"$({table}.documents){table}.documents are chosen and rejected texts in turn, in place of {table}.paths: give an even "
+                "number of them, and no paths."
+            )
+    elif kind not in ("memory", "stdlib") and not source.paths:
         wanted = "folder of it" if kind == "hf" else "file, folder or glob"
         involved = f"$({table}.paths)$({table}.source)"
         yield f"{involved}{table}.source = {toml(kind)} but {table}.paths names nothing: give it at least one {wanted}."

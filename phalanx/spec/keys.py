@@ -68,6 +68,7 @@ _ALIASES = {
     "lora.rank": "r lora_r lora_rank",
     "lora.alpha": "lora_alpha",
     "lora.targets": "target_modules lora_target_modules",
+    "train.objective": "loss_type",
     "data.field": "text_field text_column",
     "data.template": "chat_template",
     "layout.data": "dp",

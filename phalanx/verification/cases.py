@@ -286,6 +286,11 @@ def _adapters(run: Run, notes: list[str]) -> Run:
 
 def _data(run: Run, notes: list[str]) -> Run:
     data = replace(run.data, eval_fraction=0.0)
+    if run.train.objective == "dpo":
+        if not data.documents:
+            notes.append("Random pairs of texts replace its preferences.")
+            data = Data(source="preferences", documents=random_pairs(run.train.seed), eval_fraction=0.0)
+        return replace(run, data=data)
     is_local = kind(data) in ("stdlib", "memory", "text") and not any("://" in path for path in data.paths)
     if data.tokenizer == "byte" and is_local and not data.mix:
         return replace(run, data=data)
@@ -301,6 +306,13 @@ def random_documents(seed: int, count: int = 300) -> tuple[str, ...]:
     """Random texts of uneven lengths. Most windows hold several, so that masks and ignored targets are exercised."""
     dice = random.Random(seed)
     return tuple("".join(chr(dice.randrange(32, 127)) for _ in range(dice.choice([2, 5, 9, 17, 60]))) for _ in range(count))
+
+
+def random_pairs(seed: int, count: int = 120) -> tuple[str, ...]:
+    """Chosen and rejected texts in turn, of uneven lengths, so that some windows hold several pairs."""
+    dice = random.Random(seed)
+    lengths = [length for _ in range(count) for length in (dice.choice([2, 3, 5, 9]), dice.choice([2, 4, 7, 10]))]
+    return tuple("".join(chr(dice.randrange(32, 127)) for _ in range(length)) for length in lengths)
 
 
 def _optimizer(run: Run, notes: list[str]) -> Optimizer:

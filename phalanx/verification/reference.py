@@ -286,5 +286,5 @@ def _totals(now: Sequence[StepRecord]) -> tuple[float, str]:
     """Mean loss, token count and digest of the whole batch, from the replicas' parts."""
     outcomes = [record.outcome for record in now if record.outcome is not None]
     tokens = sum(outcome.tokens for outcome in outcomes)
-    loss = sum(outcome.loss * outcome.tokens for outcome in outcomes) / tokens
+    loss = sum(outcome.loss * outcome.weight for outcome in outcomes) / sum(outcome.weight for outcome in outcomes)
     return loss, "" if now[0].skipped else f"{tokens} {sum(int(outcome.digest, 16) for outcome in outcomes):x}"

@@ -1,8 +1,10 @@
-"""LoRA as people use it: a Hugging Face folder is fine-tuned from a run file, stopped, resumed, asked for text and exported; what cannot be
+"""LoRA and DPO as people use them: a Hugging Face folder is fine-tuned from a run file, stopped, resumed, asked for text and exported; what cannot be
 right is refused before anything starts."""
 
 from __future__ import annotations
 
+import json
+import math
 import shutil
 
 import hf_models
@@ -103,3 +105,27 @@ def test_adapters_are_no_model_to_start_from(shop: Workshop) -> None:
     shop.run_file.write_text(RUN.replace('"base"', '"run"'))
     refused = shop.run("train", shop.run_file.name)
     assert refused.code == 2 and "merge them with `phalanx export run FOLDER`" in " ".join(refused.shown.split())
+
+
+def test_preferences(shop: Workshop) -> None:
+    """DPO with adapters, from a file of preferences to text; a model alone has no loss on preferences."""
+    pairs = [{"prompt": f"the {number}", "chosen": " fox jumps", "rejected": " lazy dozen jugs"} for number in range(40)]
+    (shop.path / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
+    data = 'source = "preferences"\npaths = ["pairs.jsonl"]\neval_fraction = 0.2'
+    shop.run_file.write_text(RUN.replace('paths = ["text"]', data).replace("[train]", '[train]\nobjective = "dpo"'))
+    ended = shop.run("train", shop.run_file.name, "--run-dir", "run", "--json")
+    assert ended.code == 0, ended  # it warns of padding
+    steps = [event for event in shop.events("run") if isinstance(event, Step)]
+    assert steps[0].loss == pytest.approx(math.log(2), rel=1e-5) and steps[-1].loss < 0.6 and steps[-1].preferred == 1.0
+    assert ended.json["eval_loss"] < 0.6
+    assert shop.run("generate", "run", "the 3", "--tokens", "2", "--json").json["tokens"] >= 1
+    refused = shop.run("eval", "run")
+    assert refused.code == 2 and "trained on preferences" in " ".join(refused.shown.split())
+
+
+def test_preferences_of_random_weights_are_refused(shop: Workshop) -> None:
+    (shop.path / "pairs.jsonl").write_text("")
+    text = '[model]\npreset = "tiny-dense"\n[data]\nsource = "preferences"\npaths = ["pairs.jsonl"]\n'
+    shop.run_file.write_text(text + '[train]\nobjective = "dpo"\nbatch = 2\nsequence_length = 32\nsteps = 2\n')
+    refused = shop.run("train", shop.run_file.name)
+    assert refused.code == 2 and "without model.from that would be random" in " ".join(refused.shown.split())

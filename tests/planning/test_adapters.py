@@ -34,7 +34,7 @@ def held(run: Run) -> dict[str, float]:
 def test_only_adapters_have_gradients_and_states() -> None:
     whole, lora = held(RUN), held(LORA)
     adapters = adapter_parameters(LORA.model, LORA.lora)
-    assert 2.0 <= lora["gradients"] / adapters <= 4.1 and lora["optimizer"] / adapters <= 8.1
+    assert 1.9 <= lora["gradients"] / adapters <= 4.1 and lora["optimizer"] / adapters <= 8.1
     assert lora["parameters"] < 0.36 * whole["parameters"]  # two bytes instead of six
     assert whole["gradients"] > 50 * lora["gradients"]
 

@@ -20,7 +20,7 @@ from phalanx.planning.cost.activation_memory import (
     recomputed_fraction,
     residual_stream,
 )
-from phalanx.planning.cost.job_table import RECOMPUTE, JobTable, in_chunks, trained_fraction
+from phalanx.planning.cost.job_table import RECOMPUTE, JobTable, has_reference_copy, in_chunks, trained_fraction
 from phalanx.planning.cost.schedule_cost import CODE, FORWARDS_FIRST, SPLITS_BACKWARD, V_SHAPED, deferred, in_flight
 from phalanx.planning.machines.rates import Column
 
@@ -363,11 +363,12 @@ def state_bytes(
         sizes.dense * dense.gradient + sizes.experts * experts.gradient,
         sizes.dense * dense.state + sizes.experts * experts.state,
     )
-    if not np.any(jobs.adapters > 0):
-        parameters, gradients, states = trained
-        return parameters + exact, gradients + exact, states + sizes.fp32 * dense.state
     part = np.where((jobs.zero == 3) & (jobs.shard > 1), jobs.shard, 1.0)
     frozen = (sizes.dense + sizes.experts) * jobs.compute_bytes / part + exact
+    if not np.any(jobs.adapters > 0):
+        parameters, gradients, states = trained
+        copy = np.where(has_reference_copy(jobs), frozen, 0.0)
+        return parameters + exact + copy, gradients + exact, states + sizes.fp32 * dense.state
     parameters, gradients, states = (trained_fraction(jobs) * each for each in trained)
     return frozen + parameters, gradients, states
 

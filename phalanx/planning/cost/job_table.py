@@ -74,6 +74,8 @@ class JobTable:
     """1: queries and keys are normalized."""
     adapters: Column = 0
     """LoRA: parameters of the adapters, as a fraction of the model's, which are frozen. 0: no adapters, and all parameters are trained."""
+    reference: Column = 0
+    """1: DPO, whose reference computes a forward of every micro-batch too."""
 
     # The batch
     sequence: Column
@@ -153,6 +155,11 @@ class JobTable:
     def size(self) -> int:
         """Number of jobs."""
         return math.prod(np.broadcast_shapes(*{np.shape(getattr(self, column.name)) for column in fields(self)}))
+
+
+def has_reference_copy(jobs: JobTable) -> Column:
+    """Whether a second, frozen model computes the reference of DPO: the one below LoRA adapters needs no copy."""
+    return (jobs.reference > 0) & (jobs.adapters == 0)
 
 
 def trained_fraction(jobs: JobTable) -> Column:

@@ -46,13 +46,15 @@ def _judge(jobs: JobTable, rates: Rates) -> Times:
     uneven = np.where(rates.balanced > 0, of_head / jobs.pipeline, np.maximum(0.0, of_head - slack * of_block))
     extra = np.where(jobs.pipeline > 1, uneven, of_head)
 
+    # The reference of DPO: one more forward, with its communication.
+    referring = (jobs.reference > 0) * (gpu_forward + head.forward)
     one_hop = _hop(jobs, rates)
     # Selectively recomputed and compiled blocks compute both halves of a backward at once.
     deferred = np.where((jobs.recompute == RECOMPUTE.index("selective")) | (jobs.compiled > 0), rates.splits, 1.0) * weight
     waited, hops = bubble(jobs, count, forward, backward - deferred, deferred)
     repeated = _repeated(jobs, rates)
     parts = {
-        "compute": count * (layers * (block.whole + recomputed - repeated * communicating) + extra + added),
+        "compute": count * (layers * (block.whole + recomputed - repeated * communicating) + extra + added + referring),
         "launch": count * (late_forward + late_backward),
         **{name: count * layers * (once + exposed_backward[name] + repeated * once) for name, once in exposed.items()},
         "data": data_seconds(jobs, rates, parameters, count, forward + backward),

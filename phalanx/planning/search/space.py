@@ -122,6 +122,7 @@ class Space:
             "kv_rank": model.mla.kv_rank if model.mla else 0,
             "rotated": model.rotated if model.positions == "rope" else 0,
             "qk_norm": int(model.qk_norm),
+            "reference": int(run.train.objective == "dpo"),
             "adapters": adapter_parameters(model, run.lora) / model.parameters(),
             "recompute_every": memory.recompute_every,
             "moments": (2 if run.precision.optimizer == "bf16" else 4)
@@ -149,7 +150,7 @@ class Space:
         degrees = np.asarray(tensor, np.int64)
         if memory.compile is None:
             open_["compiled"] = ((degrees == 1) & ~SPLITS_BACKWARD[np.asarray(schedule, np.int64)]).astype(np.int64)
-        if memory.loss_chunk is None:
+        if memory.loss_chunk is None and run.train.objective != "dpo":  # which needs the loss of every token
             rows = _LOGITS / (2.0 * run.model.rows) * np.arange(1, degrees.max(initial=1) + 1)
             open_["loss_chunk"] = np.maximum(2 ** np.floor(np.log2(rows)), _MIN_CHUNK)[degrees - 1]
         return open_
