@@ -154,9 +154,8 @@ class AddAdapter:
     def __call__(self, module: nn.Module, args: tuple[Any, ...], y: Tensor) -> Tensor:
         if not self.adapters.enabled:
             return y
-        a, b = module._parameters[A], module._parameters[B]
-        assert a is not None and b is not None
-        return y + self.adapters.scale * F.linear(F.linear(args[0], a), b)
+        low: Any = F.linear(args[0], module.lora_a)  # type: ignore[arg-type]  # named by A and B
+        return y + self.adapters.scale * F.linear(low, module.lora_b)  # type: ignore[arg-type]
 
 
 def _with_adapters(

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,12 @@ import torch
 from torch import Tensor
 
 import phalanx as px
-from phalanx.evaluation.convert import export_checkpoint
+from phalanx.evaluation.convert import export_checkpoint, import_folder
 from phalanx.evaluation.open_model import open_model
 from phalanx.evaluation.peft_folder import export_adapters
 from phalanx.spec.errors import RunError
 from phalanx.spec.load import loads
+from phalanx.spec.run import Lora
 
 EXPERTS = ["attention.*", "experts.*"]
 RUN = """\
@@ -161,6 +163,29 @@ def test_a_changed_or_missing_base_is_refused(tmp_path: Path) -> None:
     run = loads(RUN.format(base=tmp_path / "base", targets="[]"))
     with pytest.raises(RunError, match="adapters of other weights than"):
         px.trainer(run, checkpoints=checkpoint(tmp_path).parent).restore()
+
+
+def test_a_run_directory_below_adapters(tmp_path: Path) -> None:
+    """The weights below may also be an imported run; a checkpoint more there makes them others."""
+    hf_models.save(tmp_path / "hf", "qwen3", words=False)
+    hf_models.save_tokenizer(tmp_path / "base-tokenizer")
+    import_folder(tmp_path / "hf", tmp_path / "base")
+    run = loads(RUN.format(base=tmp_path / "base", targets="[]"))
+    trainer = px.trainer(run, checkpoints=tmp_path / "run" / "checkpoints")
+    for _ in range(4):
+        trainer.step()
+    trainer.save()
+    ids = hf_models.tokens(24)
+    with torch.no_grad():
+        ours = open_model(checkpoint(tmp_path), "cpu").model(ids, torch.arange(24).expand_as(ids))
+    torch.testing.assert_close(ours, live_logits(trainer, ids), atol=1e-4, rtol=1e-4)
+    export_checkpoint(checkpoint(tmp_path), tmp_path / "merged")
+    export_adapters(checkpoint(tmp_path), tmp_path / "adapters")
+    further = px.trainer(replace(run, lora=Lora()), checkpoints=tmp_path / "base" / "checkpoints")
+    further.step()
+    further.save()
+    with pytest.raises(RunError, match="adapters of other weights than"):
+        export_adapters(checkpoint(tmp_path), tmp_path / "again")
 
 
 def test_whole_models_have_no_peft_format(tmp_path: Path) -> None:

@@ -6,13 +6,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch._dynamo
 from torch import nn
 
 from phalanx.models.decoder import AXES
 from phalanx.models.init import ADAPTERS, build, fill, reset_buffers
 from phalanx.parallel.sharded_model import dim_names
 from phalanx.spec.run import Lora
-from phalanx.transforms import fp8, lora, recompute
+from phalanx.transforms import compile, fp8, lora, recompute
 from phalanx.verification.cases import MODELS
 
 ALL = ("query", "key", "value", "output", "gate", "up", "down")
@@ -89,6 +90,22 @@ def test_only_adapters_have_gradients_and_recomputation_gives_the_same(mode: str
     for path, gradient in gradients[0].items():
         torch.testing.assert_close(gradients[1][path], gradient)
         assert gradient.abs().max() > 0, path
+
+
+def test_compiled_blocks_contain_their_adapters() -> None:
+    """One graph per block, without a break at an adapter, and the same gradients."""
+    gradients = []
+    for backend in (None, "aot_eager"):
+        model, _ = adapted("dense", Lora(rank=3))
+        if backend is not None:
+            torch._dynamo.utils.counters.clear()
+            compile.apply([model], backend, pytest.fail)
+        outputs(model).square().mean().backward()
+        gradients.append({path: p.grad for path, p in model.named_parameters() if p.grad is not None})
+    assert not torch._dynamo.utils.counters["graph_break"]
+    assert gradients[0].keys() == gradients[1].keys()
+    for path, gradient in gradients[0].items():
+        torch.testing.assert_close(gradients[1][path], gradient)
 
 
 def test_dimensions_are_those_of_the_matrices() -> None:

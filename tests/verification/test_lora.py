@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from ranks import tiny_run
 
+from phalanx.spec.errors import RunError
 from phalanx.spec.layout import Layout
-from phalanx.spec.model import PRESETS
+from phalanx.spec.model import PRESETS, ModelSpec
 from phalanx.spec.run import Lora, Memory, Optimizer, Precision
 from phalanx.verification.cases import MODELS, make_case
 from phalanx.verification.parity import Report, verify
@@ -94,6 +97,18 @@ def test_other_techniques(more: dict[str, Any], pool: RankPool) -> None:
 def test_experts_on_other_ranks(pool: RankPool) -> None:
     report = proof(pool, "moe", {"data": 2, "expert": 2}, Lora(rank=4, targets=("query", "experts.*")))
     assert report.passed, told(report)
+
+
+def test_a_custom_module(pool: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its linear layers are found by their class, and its table of dimensions says how adapters are cut."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "examples"))
+    monkeypatch.setenv("PYTHONPATH", f"{Path(__file__).parents[2] / 'examples'}:{os.environ.get('PYTHONPATH', '')}")
+    model = ModelSpec(module="own_model:Recurrent", dim=24, layers=2, vocab=257, context=48)
+    run = replace(tiny_run("train.sequence_length=24"), model=model, layout=Layout(data=1, shard=2), lora=Lora(rank=3))
+    report = verify(run, steps=2, pool=pool)
+    assert report.passed, told(report)
+    with pytest.raises(RunError, match=r'"query" is no linear layer of the model; its layers are blocks.0.into, blocks.0.out'):
+        make_case(replace(run, lora=Lora(rank=3, targets=("query",))))
 
 
 def test_a_smaller_model_gets_smaller_adapters() -> None:
