@@ -381,6 +381,8 @@ class RunMetadata:
     """The plan as JSON text."""
     replicas: int | None = None
     """Number of replicas with states of their own; None if all replicas are equal."""
+    base: str | None = None
+    """Digest of the weights below LoRA adapters; None if the checkpoint holds a whole model, or adapters of initial weights."""
     extra: Mapping[str, Json] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:

@@ -46,7 +46,8 @@ if TYPE_CHECKING:
 app = typer.Typer(help="List, inspect, verify, compare, reshard, export, import and prune checkpoints.", no_args_is_help=True)
 
 _PLACE = "A run directory, a folder of checkpoints or a checkpoint; a path or a URL."
-_FORMATS = ("hf", "safetensors", "torch")
+_FORMATS = ("hf", "peft", "safetensors", "torch")
+_HF_FORMATS = ("hf", "peft")
 Dtype = Annotated[str | None, Option(help="fp32, bf16 or fp16. Default: the stored dtype.")]
 ShardSize = Annotated[str, Option(help="Maximum size of one safetensors file, for example 5GB.")]
 
@@ -277,15 +278,15 @@ def export(
     shard_size: ShardSize = "5GB",
     json: AsJson = False,
 ) -> None:
-    """Write a checkpoint as a Hugging Face folder, as plain safetensors, or as one file for torch.load."""
+    """Write a checkpoint as a Hugging Face folder, as LoRA adapters for PEFT, as plain safetensors, or as one file for torch.load."""
     problems = []
     if kind not in _FORMATS:
         problems.append(f"--format {kind}: choose {', '.join(_FORMATS)}.")
-    if kind == "hf" and optimizer:
+    if kind in ("hf", "peft") and optimizer:
         problems.append("--optimizer: a Hugging Face folder has no optimizer state; add --format safetensors or torch.")
     refuse(problems)
-    if kind == "hf":
-        export_hf(checkpoint, out, dtype, shard_size, json=json)
+    if kind in _HF_FORMATS:
+        export_hf(checkpoint, out, dtype, shard_size, kind=kind, json=json)
         return
     limit = parse_size("--shard-size", shard_size)
     from phalanx.checkpointing.offline_writer import to_safetensors, to_torch
@@ -317,9 +318,22 @@ def export_hf(
         Path | None,
         Option(help="Logits that a run wrote at a save (hf/step-N.logits). The exported model must reproduce them."),
     ] = None,
+    kind: Annotated[
+        str,
+        Option(
+            "--format", help="hf: the whole model, with LoRA adapters added to its weights; peft: the adapters alone, for PEFT."
+        ),
+    ] = "hf",
     json: AsJson = False,
 ) -> None:
-    """Write a model for transformers: weights in safetensors, config.json and the tokenizer."""
+    """Write a model for transformers: weights in safetensors, config.json and the tokenizer; or LoRA adapters for PEFT."""
+    problems = [f"--format {kind}: choose {', '.join(_HF_FORMATS)}."] if kind not in _HF_FORMATS else []
+    if kind == "peft" and check is not None:
+        problems.append("--check compares a whole model: remove it, or take --format hf.")
+    refuse(problems)
+    if kind == "peft":
+        _export_peft(checkpoint, out, dtype, json=json)
+        return
     from phalanx.checkpointing.hf_folder import read_reference
     from phalanx.evaluation.convert import export_checkpoint
 
@@ -333,6 +347,16 @@ def export_hf(
         print(
             f"Loaded by {match.opened}, its logits differ by {match.difference:.2g} of the largest; {match.allowed:.2g} is allowed."
         )
+
+
+def _export_peft(checkpoint: str, out: Path, dtype: str | None, *, json: bool) -> None:
+    """Write LoRA adapters for PEFT."""
+    from phalanx.evaluation.peft_folder import export_adapters
+
+    _torch_dtype(dtype)
+    converted = export_adapters(checkpoint, out, dtype)
+    if not _print_report(converted, json):
+        print(f"{converted.parameters:,} parameters of adapters ({converted.family}, {converted.dtype}) → {out}")
 
 
 @app.command("import")

@@ -152,6 +152,10 @@ def _held_out(opened: Opened, options: _Options) -> Iterator[tuple[str, int, Ite
     from phalanx.evaluation.score import held_out
 
     run, batch = opened.run, options.batch or usual_batch(opened)
+    if run.train.objective == "dpo":
+        raise RunError(
+            f"{opened.path} was trained on preferences, of which a model alone has no loss: name text with --path, or use --choices."
+        )
     with tokenizing(console) as progress:
         dataset = open_dataset(run.data, _length(opened.run, options), run.train.seed, progress)
     if not dataset.eval:

@@ -590,4 +590,4 @@ def _default_replica_bytes(run: Run, plan: Plan, assignment: Sequence[int]) -> f
         return None
     nodes, slots = len(set(assignment)), len(shm_slots.slots_for(run.resilience.check_every, plan.layout))
     # Each node holds the replicas of its own ranks and of its neighbors'.
-    return slots * plan.parameters * BYTES_PER_PARAMETER * min(nodes, 1 + copies) / nodes
+    return slots * (plan.trained or plan.parameters) * BYTES_PER_PARAMETER * min(nodes, 1 + copies) / nodes

@@ -254,7 +254,10 @@ class Replanner:
         """`machine` is called only when a new layout is planned: GPU drivers take seconds to answer."""
         self._run, self._plan, self._machine = run, plan, machine
         self._size = Size(
-            parameters=plan.parameters, active=plan.active or plan.parameters, flops_per_token=plan.flops_per_token
+            parameters=plan.parameters,
+            active=plan.active or plan.parameters,
+            flops_per_token=plan.flops_per_token,
+            trained=plan.trained,
         )
         self.plan = cache(self._choose)
 

@@ -17,6 +17,7 @@ from phalanx.planning.feedback import Comparison, Timed
 from phalanx.planning.report import MEMORY_LABELS, PART_LABELS, PlanReport, keys_to_change, part_changes, run_file_tables
 from phalanx.planning.search.candidate import Alternative, Candidate
 from phalanx.planning.solve import SolveReport
+from phalanx.spec.adapted_layers import trained_parameters
 from phalanx.spec.plan import Promise
 
 COLORS = {
@@ -141,11 +142,12 @@ def promise(candidate: Candidate) -> list[tuple[str, str, str]]:
 def _head(report: PlanReport) -> Text:
     run, hardware = report.run, report.hardware
     parameters, active = run.model.parameters(), run.model.active_parameters()
+    adapters = "" if run.lora.rank is None else f" and {count(trained_parameters(run.model, run.lora))} of LoRA adapters"
     nodes = f" in {hardware.nodes:,} nodes" if hardware.nodes > 1 else ""
     step = f"{run.batch:,} sequences of {run.train.sequence_length:,} tokens a step"
     return Text.assemble(
         (report.model_name, "bold"),
-        f", {count(parameters)} parameters{f' ({count(active)} active)' if active < parameters else ''}, on ",
+        f", {count(parameters)} parameters{f' ({count(active)} active)' if active < parameters else ''}{adapters}, on ",
         (f"{hardware.gpus:,} × {hardware.gpu.name}{nodes}", "bold"),
         f"\n{step}, {run.steps:,} steps, {count(report.tokens)} tokens\n",
         (search_summary(report), "dim"),

@@ -199,11 +199,17 @@ def step_line(event: Step, steps: int, left: float | None) -> Text:
         f"loss {number(event.loss)}",
         f"{count(event.tokens_per_second):>5} tok/s",
         *([f"mfu {percent(event.mfu)}"] if event.mfu is not None else []),
-        # The line has room for only one of the two; a mixture-of-experts run shows the load balance.
-        f"norm {number(event.grad_norm, 2)}" if event.expert_load is None else f"load {number(event.expert_load, 2)}",
+        _figure(event),
         f"eta {duration(left)}",
     ]
     return Text("  ".join(parts))
+
+
+def _figure(event: Step) -> str:
+    """The one figure that a line has room for: preferences show how many pairs are preferred, mixtures of experts the load balance."""
+    if event.preferred is not None:
+        return f"preferred {percent(event.preferred)}"
+    return f"norm {number(event.grad_norm, 2)}" if event.expert_load is None else f"load {number(event.expert_load, 2)}"
 
 
 def _data_line(event: records.DataOpened) -> str:
@@ -220,7 +226,8 @@ def _line(event: Event) -> tuple[str, str] | None:
         case RunStarted():
             ranks = f"{event.ranks} {_DEVICES.get(event.device, event.device)} rank{'s' if event.ranks > 1 else ''}"
             work = f"{event.accumulation} × {event.micro_batch} sequences per rank and step"
-            return f"training {count(event.parameters)} parameters on {ranks} in {event.compute}, {work}", "bold"
+            of = "" if event.adapters is None else f"{count(event.adapters)} parameters of LoRA adapters of a model of "
+            return f"training {of}{count(event.parameters)} parameters on {ranks} in {event.compute}, {work}", "bold"
         case records.HostsChecked():
             return _hosts_line(event), "green" if not event.rejected else "yellow"
         case records.WeightsLoaded():
@@ -300,7 +307,8 @@ def _by_source(event: Evaluated) -> str:
         return ""
     width = max(len(name) for name in event.sources)
     return "".join(
-        f"\n    {name:<{width}}  loss {number(values['loss'])}  perplexity {number(values['perplexity'], 2)}"
+        f"\n    {name:<{width}}  loss {number(values['loss'])}"
+        + (f"  perplexity {number(values['perplexity'], 2)}" if "perplexity" in values else "")
         for name, values in event.sources.items()
     )
 

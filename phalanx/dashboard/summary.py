@@ -107,6 +107,7 @@ class Summary:
         """Steps of the whole run."""
         self.ranks = started.ranks if started else 0
         self.parameters = started.parameters if started else 0
+        self.adapters = started.adapters if started else None
         self.documents = opened.documents if opened else None
         """Documents of the data; None if the launch did not report it."""
         self.data_tokens = opened.tokens if opened else None
@@ -166,7 +167,8 @@ class Summary:
             if len(self.eval_sources) > 1:
                 yield "held-out", ", ".join(f"{name} {number(values['loss'])}" for name, values in self.eval_sources.items())
             skipped = f", {self.steps_skipped} skipped" if self.steps_skipped else ""
-            yield "trained", f"{count(self.parameters)} parameters on {count(self.tokens)} tokens{skipped}"
+            of = "" if self.adapters is None else f"{count(self.adapters)} parameters of LoRA adapters of a model of "
+            yield "trained", f"{of}{count(self.parameters)} parameters on {count(self.tokens)} tokens{skipped}"
         if self.documents is not None and self.data_tokens:
             share = data_share(self.tokens, self.data_tokens, self.parameters)
             yield "data", f"{self.documents:,} documents, {count(self.data_tokens)} tokens: {share}"

@@ -247,6 +247,14 @@ def encode_document(rendered: Rendered, tokenizer: Tokenizer) -> tuple[Ids, npt.
     return np.append(ids, np.int32(tokenizer.end)), np.append(mask, True)
 
 
+def content_of(message: Mapping[str, Any]) -> str | None:
+    """The text of a message, "" for a call of tools without one; None: it is no text."""
+    try:
+        return str(_with_text(dict(message), 0).get("content") or "")
+    except BadRecord:
+        return None
+
+
 def _ending(ids: Ids, tokenizer: Tokenizer) -> int | None:
     """The special token that ends a text, perhaps with white space behind it; None: another token does."""
     for token in reversed(ids.tolist()):

@@ -87,10 +87,10 @@ class IndexedCorpus:
 
     @property
     def blocks(self) -> Positions:
-        return _every_nth(self._begins)
+        return every_nth(self._begins)
 
 
-def _every_nth(begins: Positions) -> Positions:
+def every_nth(begins: Positions) -> Positions:
     """At most BLOCKS blocks with equal numbers of documents, for documents that begin at `begins[:-1]`."""
     stride = -(-(len(begins) - 1) // BLOCKS)
     return begins if stride <= 1 else np.append(begins[:-1:stride], begins[-1])
@@ -178,7 +178,7 @@ class ChainedCorpus:
     @property
     def blocks(self) -> Positions:
         own = [corpus.blocks[:-1] + base for corpus, base in zip(self._corpora, self._tokens.tolist(), strict=False)]
-        return _every_nth(np.append(np.concatenate(own), self.tokens))
+        return every_nth(np.append(np.concatenate(own), self.tokens))
 
     def _inside(self, start: int, stop: int) -> list[tuple[Corpus, int, int, int]]:
         """The corpora that overlap start … stop: corpus, its first position, and start and stop relative to that."""

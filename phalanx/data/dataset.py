@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from phalanx.data.corpus import ChainedCorpus, Corpus, MemoryCorpus, TextFileCorpus
 from phalanx.data.files import find_files, is_compressed, is_url, paths_key, stdlib_files, table_key
 from phalanx.data.pack import BestFitPacking, Intervals, Packing, StreamPacking
+from phalanx.data.preferences import TOO_LONG, PairPacking, pair_blocks
 from phalanx.data.samples import Mixture, Samples, sample_limit, split
 from phalanx.data.token_files import META, TokenFiles
 from phalanx.data.tokenizer import ByteTokenizer, Tokenizer, open_tokenizer
@@ -92,14 +93,18 @@ def _open_source(
     name = source_name(source)
     of_table = f" of {table_key(source)}" if data.mix else ""
     # A small source holds out one window even if the fraction is less.
-    train_part, eval_part = split(corpus.blocks, data.eval_fraction, _HELD_OUT_SEED, least=length + 1)
-    train, evaluation = pack(corpus, train_part, length, tokenizer, data), None
+    pairs = kind(source) == "preferences"
+    blocks = pair_blocks(corpus) if pairs else corpus.blocks
+    train_part, eval_part = split(blocks, data.eval_fraction, _HELD_OUT_SEED, least=length + 1)
+    train, evaluation = pack(corpus, train_part, length, tokenizer, data, pairs=pairs), None
     problems = _too_short(train, f"training text{of_table}", "more text")
     if data.eval_fraction > 0:
-        held_out = pack(corpus, eval_part, length, tokenizer, data)
+        held_out = pack(corpus, eval_part, length, tokenizer, data, pairs=pairs)
         problems += _too_short(held_out, f"held-out text{of_table}", "a larger data.eval_fraction (0 holds out none)")
         evaluation = Samples(held_out, _HELD_OUT_SEED, shuffle=True, name=name)
     refuse(problems)
+    if isinstance(train, PairPacking) and train.too_long:
+        skipped = skipped | {TOO_LONG: train.too_long}
     samples = Samples(train, seed if source.seed is None else source.seed, data.shuffle, name)
     if sample_limit(samples.count, source.epochs) == 0:
         raise RunError(
@@ -113,8 +118,12 @@ def source_name(source: Source) -> str:
     return source.name if isinstance(source, MixedSource) else kind(source)
 
 
-def pack(corpus: Corpus, intervals: Intervals, length: int, tokenizer: Tokenizer, data: Data) -> Packing:
-    """The windows of a corpus, by data.packing."""
+def pack(
+    corpus: Corpus, intervals: Intervals, length: int, tokenizer: Tokenizer, data: Data, *, pairs: bool = False
+) -> Packing:
+    """The windows of a corpus, by data.packing; those of preferences hold whole pairs."""
+    if pairs:
+        return PairPacking(corpus, intervals, length, end=tokenizer.end)
     if data.packing == "stream":
         return StreamPacking(corpus, intervals, length, document_mask=data.document_mask)
     cache = Path(data.cache).expanduser()
@@ -124,6 +133,12 @@ def pack(corpus: Corpus, intervals: Intervals, length: int, tokenizer: Tokenizer
 def _too_short(packing: Packing, what: str, remedy: str) -> list[str]:
     if packing.count:
         return []
+    if isinstance(packing, PairPacking):
+        longer = f", and {packing.too_long} longer ones" if packing.too_long else ""
+        return [
+            f"The {what} has no pair of at most {packing.length} tokens (train.sequence_length){longer}; use a longer "
+            f"train.sequence_length or {remedy}."
+        ]
     needed = 2 if isinstance(packing, BestFitPacking) else packing.length + 1
     return [
         f"The {what} has {packing.tokens} tokens, fewer than the {needed} that one window of "
@@ -154,7 +169,7 @@ def _raw_corpus(source: Source, source_kind: str) -> Corpus | None:
     """A corpus of unprepared bytes; None if the text has to be extracted or decompressed first."""
     if source_kind == "stdlib":
         return TextFileCorpus({file.path: file.size or 0 for file in stdlib_files(table_key(source))})
-    if source_kind == "memory":
+    if source_kind == "memory" or source.documents:
         return MemoryCorpus(source.documents)
     if source_kind != "text" or any(map(is_url, source.paths)):
         return None

@@ -23,7 +23,7 @@ from phalanx.spec.run import MixedSource, Source
 BLOCK = 1 << 20
 """Bytes per read."""
 _JSON_LINES = (".jsonl", ".ndjson", ".json")
-_SUFFIXES = {"jsonl": _JSON_LINES, "chat": _JSON_LINES, "parquet": (".parquet", ".pq")}
+_SUFFIXES = {"jsonl": _JSON_LINES, "chat": _JSON_LINES, "preferences": _JSON_LINES, "parquet": (".parquet", ".pq")}
 """Suffixes of the files that are read from a folder, by kind of source. "text" reads files that look like text, others every file."""
 _TEXT_NAMES = (
     ".txt .text .md .markdown .rst .tex .org .adoc .log .csv .tsv .json .jsonl .ndjson .xml .html .htm .yaml .yml .toml .ini .cfg .srt "

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import cast
 
 from phalanx.data.files import paths_key
-from phalanx.data.pieces import DONE, Piece, PieceProgress, PieceResult, TokenizePlan, TokenizeSpec, make_plan
+from phalanx.data.pieces import DONE, MASKED, Piece, PieceProgress, PieceResult, TokenizePlan, TokenizeSpec, make_plan
 from phalanx.data.record_readers import EMPTY, MISSING
 from phalanx.data.token_files import META, TokenMeta, replace_text, unfinished, write_meta
 from phalanx.data.tokenizer import Tokenizer
@@ -163,7 +163,7 @@ def _make(plan: TokenizePlan, folder: Path, progress: ProgressCallback | None) -
                 progress(totals.progress(event))
     totals.check_any_good()
     parts = [result.part for _, result in sorted(totals.results.items()) if result.part is not None]
-    return write_meta(folder, plan.tokenizer, parts, masked=plan.spec.kind == "chat", skipped=totals.skipped)
+    return write_meta(folder, plan.tokenizer, parts, masked=plan.spec.kind in MASKED, skipped=totals.skipped)
 
 
 class _Totals:

@@ -17,6 +17,7 @@ import numpy as np
 
 from phalanx.data import chat
 from phalanx.data.files import SourceFile, find_files, is_compressed, is_web, paths_key, stdlib_files
+from phalanx.data.preferences import PreferenceRenderer
 from phalanx.data.record_readers import (
     EMPTY,
     BadRecord,
@@ -37,6 +38,8 @@ from phalanx.spec.errors import RunError, RunFailed
 from phalanx.spec.run import Data, Source
 from phalanx.spec.sources import kinds
 
+MASKED = ("chat", "preferences")
+"""Kinds of sources of which only answers are targets."""
 _PIECE = 16 << 20
 """Bytes of a piece: seconds of work, so that a kill loses little and all processes finish at about the same time."""
 _MOST_PIECES = 4096
@@ -133,6 +136,8 @@ class TokenizePlan:
             identity |= {"dataset": list(source.paths), "split": source.split, "config": source.config}
         if spec.kind == "memory":
             identity["documents"] = hashlib.sha256("\0".join(self.documents).encode(errors="replace")).hexdigest()
+        if spec.kind == "preferences":
+            identity |= {name: getattr(source, name) for name in ("prompt_field", "chosen_field", "rejected_field", "template")}
         if spec.template is not None:
             identity |= {"prompt_field": source.prompt_field, "answer_field": source.answer_field}
             identity["template"] = hashlib.sha256(spec.template.encode()).hexdigest()
@@ -161,7 +166,8 @@ class TokenizePlan:
 def make_plan(source: Source, data: Data, tokenizer: Tokenizer) -> TokenizePlan:
     """Plans the pieces from file names and sizes. Reads no file but the template."""
     kind = text_kind(source)
-    name, template = chat.template_of(source, tokenizer) if kind == "chat" else ("", None)
+    needs_template = kind == "chat" or (kind == "preferences" and (source.template or tokenizer.chat_template))
+    name, template = chat.template_of(source, tokenizer) if needs_template else ("", None)
     if template is not None:
         chat.ChatTemplate(template, name, tokenizer.special)  # reports errors here instead of in a worker
     spec = TokenizeSpec(kind=kind, source=source, data=data, template=template, template_name=name)
@@ -287,15 +293,20 @@ class PieceTokenizer:
         self._spec, self._folder = spec, folder
         self._tokenizer = open_tokenizer(spec.data.tokenizer, spec.data.end_token)
         self._chat: chat.ChatRenderer | None = None
+        self._preferences: PreferenceRenderer | None = None
+        template = None
         if spec.template is not None:
             template = chat.ChatTemplate(spec.template, spec.template_name, self._tokenizer.special)
+        if spec.kind == "preferences":
+            self._preferences = PreferenceRenderer(template, spec.source)
+        elif template is not None:
             self._chat = chat.ChatRenderer(template, spec.field, spec.source.prompt_field, spec.source.answer_field)
 
     def run(self, piece: Piece, report: Callable[[PieceProgress], None]) -> PieceResult:
         """Write the part of one piece. `report` receives the progress after every batch of records."""
         result = PieceResult(number=piece.number, size=piece.size)
         try:
-            writer = TokenWriter(self._folder, piece.part, self._tokenizer, masked=self._chat is not None)
+            writer = TokenWriter(self._folder, piece.part, self._tokenizer, masked=self._spec.kind in MASKED)
             try:
                 if self._write(piece, writer, result, report):
                     result.part = writer.close()
@@ -325,8 +336,8 @@ class PieceTokenizer:
             if not value:
                 result.skipped[EMPTY] += 1
                 continue
-            batch.append(value)
-            length += len(value.text) if isinstance(value, chat.Rendered) else len(value)
+            batch += value if isinstance(value, tuple) else (value,)
+            length += sum(len(text.text) for text in value) if isinstance(value, tuple) else len(_text(value))
             if length >= _BATCH or len(batch) >= _BATCH_RECORDS:
                 self._encode(batch, writer)
                 read += length
@@ -336,7 +347,7 @@ class PieceTokenizer:
         return True
 
     def _encode(self, batch: list[Any], writer: TokenWriter) -> None:
-        if self._chat is not None:
+        if self._spec.kind in MASKED:
             encoded = [chat.encode_document(rendered, self._tokenizer) for rendered in batch]
             writer.add_batch([ids for ids, _ in encoded], [mask for _, mask in encoded])
         elif batch and isinstance(batch[0], bytes):
@@ -344,8 +355,10 @@ class PieceTokenizer:
         else:
             writer.add_batch(self._tokenizer.encode_batch(batch))
 
-    def _value(self, record: Any) -> str | bytes | chat.Rendered:
-        """The text of a record; raises BadRecord if it has none."""
+    def _value(self, record: Any) -> str | bytes | chat.Rendered | tuple[chat.Rendered, ...]:
+        """The text of a record, or the two texts of a pair; raises BadRecord if it has none."""
+        if self._preferences is not None and isinstance(record, dict):
+            return self._preferences.render(record)
         if self._chat is not None and isinstance(record, dict):
             return self._chat.render(record)
         return text_of(record, self._spec)
@@ -374,6 +387,10 @@ def text_of(record: Any, spec: TokenizeSpec) -> str | bytes:
         return text_in(record, spec.field, spec.data.max_record_bytes)
     assert isinstance(record, str | bytes)
     return record
+
+
+def _text(value: str | bytes | chat.Rendered) -> str | bytes:
+    return value.text if isinstance(value, chat.Rendered) else value
 
 
 def serve(connection: Any) -> None:

@@ -18,13 +18,13 @@ from torch import Tensor
 
 from phalanx._version import __version__
 from phalanx.checkpointing import offline_writer
-from phalanx.checkpointing.find_checkpoint import LocatedCheckpoint, find
+from phalanx.checkpointing.find_checkpoint import FoundCheckpoint, LocatedCheckpoint, find
 from phalanx.checkpointing.format import RunMetadata
 from phalanx.checkpointing.hf_folder import ReferenceLogits, WeightsFolder, WeightsWriter
 from phalanx.checkpointing.replicas.shm_slots import free_memory
-from phalanx.checkpointing.restore import CheckpointReader
 from phalanx.data.chat_turns import GENERATION_CONFIG, stored_template
 from phalanx.data.tokenizer import COMPANIONS, TEMPLATE_FILE, open_tokenizer
+from phalanx.evaluation.adapters import SavedWeights, saved_weights
 from phalanx.evaluation.open_model import run_for, run_of, tokenizer_of
 from phalanx.models import hf_mapping
 from phalanx.models.decoder import Decoder
@@ -143,9 +143,9 @@ def export_checkpoint(
     run = run_of(found)
     spec = run.model
     family = hf_config_write.family(spec)
-    saved = CheckpointReader(found.checkpoint)
+    saved = saved_weights(found, run)
     table = hf_mapping.table(spec)
-    _fits(saved, table, found.source)
+    _fits(saved, table, found)
     formats = {entry.name: _format(saved, entry, dtype) for entry in table}
     tensors = {part.hf_name: (part.shape, formats[entry.name]) for entry in table for part in entry.parts}
     copies = hf_mapping.copies(spec)
@@ -174,7 +174,7 @@ def export_checkpoint(
     )  # fmt: skip
 
 
-def _export(entry: Entry, saved: CheckpointReader, writer: WeightsWriter, copies: list[str]) -> None:
+def _export(entry: Entry, saved: SavedWeights, writer: WeightsWriter, copies: list[str]) -> None:
     """Read one of our tensors piece by piece and write it to the Hugging Face tensors."""
     name = f"model/{entry.name}"
     if entry.parts[0].expert is not None:
@@ -193,18 +193,18 @@ def _export(entry: Entry, saved: CheckpointReader, writer: WeightsWriter, copies
             writer.write(hf_name, rows, part.rows[0] + first, None if part.columns is None else part.columns[0])
 
 
-def _fits(saved: CheckpointReader, table: tuple[Entry, ...], source: str) -> None:
+def _fits(saved: SavedWeights, table: tuple[Entry, ...], found: FoundCheckpoint) -> None:
     problems = []
     for entry in table:
         shape = saved.shape(f"model/{entry.name}")
         if shape != entry.shape:
             has = "lacks it" if shape is None else f"has {list(shape)}"
-            problems.append(f"{source} describes {entry.name} of shape {list(entry.shape)}; {saved.path} {has}.")
+            problems.append(f"{found.source} describes {entry.name} of shape {list(entry.shape)}; {found.checkpoint} {has}.")
     if problems:
         raise RunError([*problems[:10], "Undo the changes in the run file."])
 
 
-def _format(saved: CheckpointReader, entry: Entry, dtype: str | None) -> torch.dtype:
+def _format(saved: SavedWeights, entry: Entry, dtype: str | None) -> torch.dtype:
     stored = saved.dtype(f"model/{entry.name}")
     return stored if dtype is None or entry.exact else TORCH[dtype]
 

@@ -18,6 +18,7 @@ from phalanx.checkpointing.hf_folder import WeightsFolder
 from phalanx.checkpointing.restore import load as load_tensors
 from phalanx.data.chat_turns import GENERATION_CONFIG
 from phalanx.data.tokenizer import Tokenizer, open_tokenizer
+from phalanx.evaluation.adapters import SavedWeights, saved_weights
 from phalanx.evaluation.score import Scorer
 from phalanx.events.rundir import RunDir
 from phalanx.models import hf_mapping
@@ -69,7 +70,10 @@ def open_model(path: Path | str, device: str | torch.device | None = None) -> Op
     tokenizer = open_tokenizer(run.data.tokenizer, run.data.end_token)
     model = _empty(run, where)
     try:
-        load_tensors(checkpoint, {f"model/{name}": tensor for name, tensor in _state(model).items()})
+        if run.lora.rank is None:
+            load_tensors(checkpoint, {f"model/{name}": tensor for name, tensor in _state(model).items()})
+        else:
+            _fill_merged(_state(model), saved_weights(found, run))
     except RunFailed as why:  # a shape or a name differs
         raise RunError(f"{checkpoint} does not fit the model of {found.source} ({why}): undo the changes there.") from None
     stops = _stops(found.tokenizer, tokenizer)
@@ -149,6 +153,14 @@ def _open_folder(path: Path, device: torch.device) -> Opened:
     model = _empty(run, device)
     hf_mapping.fill(_state(model), table, files.rows)
     return Opened(model, tokenizer, run, path, _stops(path, tokenizer))
+
+
+@torch.no_grad()
+def _fill_merged(state: dict[str, Tensor], weights: SavedWeights) -> None:
+    """Fill a model whose checkpoint holds LoRA adapters: with each adapter added to its matrix."""
+    for name, tensor in state.items():
+        for first, last in weights.row_ranges(f"model/{name}"):
+            tensor[first:last] = weights.read(f"model/{name}", first, last)
 
 
 def _empty(run: Run, device: torch.device) -> nn.Module:

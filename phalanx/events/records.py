@@ -46,6 +46,8 @@ class RunStarted(Event):
     """What the plan expects of the run; None: nothing is promised."""
     program: list[str] = field(default_factory=list)
     """The program of `phalanx launch`, and its arguments. Steps, parameters and batch are 0 then."""
+    adapters: int | None = None
+    """Parameters of LoRA adapters, which alone are trained; None: all are."""
     saves: bool = True
     """Whether it saves checkpoints; False with `checkpoint.save = false`."""
 
@@ -176,6 +178,10 @@ class Step(Event):
     """Maximum over all ranks: peak device bytes on GPUs, resident bytes on CPUs."""
     expert_load: float | None = None
     """Load of the fullest expert divided by the mean, in the worst layer, over the last 20 steps of this launch. None without experts."""
+    preferred: float | None = None
+    """DPO: fraction of the pairs whose chosen answer has gained more than the rejected one, relative to the reference. None otherwise."""
+    reward: float | None = None
+    """DPO: mean of beta times that gain. None otherwise."""
 
 
 class StepSkipped(Event):

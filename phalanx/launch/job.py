@@ -41,6 +41,7 @@ def first_events(prepared: Prepared | Examined) -> list[Event]:
         device=plan.device,
         steps=0 if run.command.program else run.steps,
         parameters=plan.parameters,
+        adapters=plan.trained,
         micro_batch=plan.micro_batch,
         accumulation=plan.accumulation,
         layout=asdict(plan.layout),

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from phalanx.checkpointing import directory
+from phalanx.checkpointing.base_digest import check_base
 from phalanx.checkpointing.location import open_location
 from phalanx.data.chat_turns import model_files
 from phalanx.data.dataset import Dataset, open_dataset
@@ -161,7 +162,7 @@ def prepare(
         if (last := _last_plan(rundir)) is not None:
             planned = keep_layout(run, examined.machine, last, ranks, examined.size) or planned
         resumes, changes = _check_resumption(rundir, planned, data, request)
-        if not resumes:  # a resumed run has its weights in its checkpoint
+        if not resumes or run.lora.rank is not None:  # otherwise its checkpoint has the weights
             check_weights(planned.run)
         if ranks is None:
             begin_launch(rundir, started_by)
@@ -182,6 +183,7 @@ def _early_problems(run: Run, base: Path) -> list[str]:
     refuse(question)  # alone: what the rows of nobody's choice cost in memory is no other problem
     return [
         *run_checks.missing_packages(run),
+        *run_checks.adapter_problems(run),
         *run_checks.storage_problems(run),
         *run_checks.run_directory_problems(run.data, base),
     ]
@@ -354,6 +356,8 @@ def _check_resumption(rundir: RunDir, planned: PlannedRun, data: Dataset, reques
     saved = directory.read_marker(path)
     if path.parent != open_location(rundir.checkpoints):
         run_checks.check_owner(path, saved, run, new=not rundir.exists, fresh=request.fresh)
+    if run.lora.rank is not None:
+        check_base(run.model.from_, saved.run.base, path)
     replicas = saved.run.replicas or plan.layout.data
     if replicas != plan.layout.data:
         raise RunError(

@@ -59,6 +59,23 @@ def missing_packages(run: Run) -> list[str]:
     ]
 
 
+def adapter_problems(run: Run) -> list[str]:
+    """Why adapters, or preferences, would be trained in vain."""
+    if run.model.from_ is not None:
+        return []
+    if run.train.objective == "dpo":
+        return [
+            'train.objective = "dpo" compares a model with the one that training starts from, and without model.from that would be random: '
+            "set model.from to a folder of trained weights."
+        ]
+    if run.lora.rank is None:
+        return []
+    return [
+        f"lora.rank = {run.lora.rank} freezes all weights but those of the adapters, and without model.from they would be random: set "
+        "model.from to a folder of trained weights, or remove [lora]."
+    ]
+
+
 def address_problems(run: Run) -> list[str]:
     """Why the run's processes cannot listen at cluster.bind, on cluster.ports. Tries to."""
     bind, key = address_of(run.cluster.bind) or run.cluster.bind, f"cluster.bind = {toml(run.cluster.bind)}"
@@ -115,7 +132,8 @@ def try_writing(folder: Path) -> None:
 
 def space_problems(run: Run, plan: Plan, run_dir: Path) -> Iterator[str]:
     """Where there is too little space for checkpoints, logs or offloaded optimizer states. `run_dir` need not exist yet."""
-    state, parameters = plan.parameters * BYTES_PER_PARAMETER, f"{plan.parameters / 1e6:,.1f} M parameters"
+    count = plan.trained or plan.parameters
+    state, parameters = count * BYTES_PER_PARAMETER, f"{count / 1e6:,.1f} M parameters"
     layout, offloads = plan.layout, run.memory.offload == "nvme"
     offloaded = state * (layout.ranks // (layout.pipeline * layout.shard * layout.tensor))  # each replica has states of its own
     if not run.checkpoint.save or run.checkpoint.url is None or run.checkpoint.local_first:
@@ -160,7 +178,10 @@ def replica_problems(run: Run, plan: Plan) -> Iterator[str]:
     # Each node holds the replicas of its own ranks and of its neighbors', and all nodes of a local job share this machine.
     slots = len(shm_slots.slots_for(run.resilience.check_every, plan.layout))
     if free < (
-        need := slots * plan.parameters * BYTES_PER_PARAMETER * min(1 + run.checkpoint.memory_copies, run.cluster.nodes)
+        need := slots
+        * (plan.trained or plan.parameters)
+        * BYTES_PER_PARAMETER
+        * min(1 + run.checkpoint.memory_copies, run.cluster.nodes)
     ):
         yield (
             f"{key}: {slots} replicas of the state of {plan.parameters / 1e6:,.1f} M parameters take {_mib(need)} of memory, "

@@ -18,6 +18,9 @@ from phalanx.spec.fields import original_tensor
 from phalanx.spec.model import ModelSpec
 from phalanx.spec.tensor_slice import Box, TensorSlice
 
+ADAPTERS = {"*lora_a": "adapter", "*lora_b": "zeros"}
+"""Initial values of LoRA adapters: name pattern to rule. "adapter" is normal, with the variance that torch gives a linear layer of as many
+inputs, which PEFT uses too."""
 _CHUNK = 1 << 20  # elements drawn at a time; bounds the 64-bit scratch memory to a few tens of MB
 
 
@@ -71,8 +74,14 @@ def fill(
         return
     # Drawn under the name that the parameter had first: a renamed parameter keeps its initial values bit for bit.
     drawn_as = original_tensor(name) if spec.module is None else name
-    std = spec.init_std / math.sqrt(2 * spec.layers) if rule == "residual" else spec.init_std
     part = part or TensorSlice.full(tensor.shape)
+    match rule:
+        case "residual":
+            std = spec.init_std / math.sqrt(2 * spec.layers)
+        case "adapter":
+            std = 1 / math.sqrt(3 * part.whole[-1])
+        case _:
+            std = spec.init_std
     for box, local in part.regions():
         if box.numel:
             _draw_box(tensor[local.index], box, part.whole, partial(_drawn, seed, drawn_as), std)

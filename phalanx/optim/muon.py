@@ -72,6 +72,8 @@ class Muon(ParamOptimizer):
         shared = sum(len(matrices.indices) for matrices in self._shared)
         sizes = sorted({matrices.group.size for matrices in self._shared})
         note = f", {shared} of them made orthogonal together by {sizes} ranks" if shared else ""
+        if not self._params:
+            return "nothing"
         return f"{len(self._params)} matrices, momentum {self._momentum[0].dtype} on {self._momentum[0].device}{note}"
 
     def _nesterov(self, index: int, update: Update) -> Tensor:

@@ -21,7 +21,7 @@ from phalanx.parallel.sharded_model import Engine, ParamShard, Recipe, ShardedMo
 from phalanx.spec.errors import RunError
 from phalanx.spec.plan import Plan
 from phalanx.spec.run import Run
-from phalanx.transforms import activations, compile, fp8, recompute
+from phalanx.transforms import activations, compile, fp8, lora, recompute
 
 _ENOUGH_FLOPS = 4e12
 """Of one micro-batch in blocks that are compiled as one function, with their backward: some milliseconds, in which the host launches the next."""
@@ -29,11 +29,22 @@ _MOST_TOGETHER = 4
 """Such blocks. Compilation takes as many times as long."""
 
 
-def apply(parts: list[nn.Module], run: Run, plan: Plan, mesh: Mesh, recipe: Recipe) -> ShardedModel:
-    """Apply the layout to `parts`, this rank's stages of the model."""
+def apply(parts: list[nn.Module], run: Run, plan: Plan, mesh: Mesh, recipe: Recipe, *, frozen: bool = False) -> ShardedModel:
+    """Apply the layout to `parts`, this rank's stages of the model. `frozen`: it is never trained."""
     layout = plan.layout
     applied: dict[str, str | None] = {}
-    shards = {name: ParamShard.full(parameter) for part in parts for name, parameter in part.named_parameters()}
+    adapters = None
+    if run.lora.rank is not None:
+        adapters = lora.apply(parts, run.lora, recipe.axes)
+        recipe = replace(recipe, axes=adapters.axes)
+        applied["lora"] = adapters.applied(parts)
+    for part in parts if frozen else ():
+        part.requires_grad_(False)
+    shards = {
+        name: ParamShard.full(parameter, frozen=frozen or (adapters is not None and name not in adapters.names))
+        for part in parts
+        for name, parameter in part.named_parameters()
+    }
     if layout.tensor > 1:
         shards = tensor.split(parts, shards, recipe.axes, mesh, sequence=layout.sequence)
         applied["tensor"] = tensor.applied(parts, shards)
@@ -42,7 +53,8 @@ def apply(parts: list[nn.Module], run: Run, plan: Plan, mesh: Mesh, recipe: Reci
     if layout.context > 1:
         applied["context"] = context_parallel.swap(parts, mesh, layout.context_method)
     columns = mesh.group("tensor", use="tensor")
-    loss = vocab_parallel.swap(parts, columns, chunk=run.memory.loss_chunk or None, sequence=layout.sequence, loss=recipe.loss)
+    chunk = None if run.train.objective == "dpo" else run.memory.loss_chunk or None
+    loss = vocab_parallel.swap(parts, columns, chunk=chunk, sequence=layout.sequence, loss=recipe.loss)
     applied["loss"] = vocab_parallel.applied(parts, loss)
     applied |= transform(parts, run, plan, mesh)
     if recipe.tied in shards and not any(getattr(part, "is_first_stage", True) for part in parts):
@@ -58,6 +70,7 @@ def apply(parts: list[nn.Module], run: Run, plan: Plan, mesh: Mesh, recipe: Reci
         is_local_sgd=run.optimizer.sync_every > 1,
         graphed=_graphed(run, plan, mesh),
     )
+    placed.adapters = adapters
     if recipe.schedule is not None:
         whole = recipe.schedule.splits_backward and run.memory.recompute == "selective"
         note = "; backwards are not split, because of selective recomputation" if whole else ""
@@ -99,9 +112,8 @@ def _graphed(run: Run, plan: Plan, mesh: Mesh) -> bool:
     if not accelerator.of(mesh.device).asynchronous:
         return False
     if run.memory.cuda_graphs is None:
-        return (
-            bool(run.memory.compile) and mesh.ranks == 1 and plan.compute != "fp8" and _compiled_together(run, plan, mesh) > 1
-        )
+        plain = plan.compute != "fp8" and run.lora.rank is None and run.train.objective == "next-token"
+        return bool(run.memory.compile) and mesh.ranks == 1 and plain and _compiled_together(run, plan, mesh) > 1
     return run.memory.cuda_graphs
 
 

@@ -180,7 +180,9 @@ class _Slot:
         flat = param.parameter.detach().view(-1)
         self.first = min(group.index * self.room, len(flat))
         """Where this rank's shard begins in the flattened parameter."""
-        if flat.dtype == torch.float32:  # the master weights are the parameter's own memory
+        if (
+            flat.dtype == torch.float32 or shard.frozen
+        ):  # the master weights are the parameter's own memory, or nobody needs any
             master = _region(flat, self.first, shard)
         else:
             master = torch.empty(shard.slice.shape, dtype=torch.float32, device=flat.device)
@@ -254,7 +256,8 @@ class ShardBucket:
         self.alone = self.width == 0 or (group.size == 1 and replicas.size == 1)
         """Whether no other rank holds any of it."""
         self._fp32_sums = fp32_sums and params[0].parameter.dtype != torch.float32
-        self.in_place = self.width == 0 or (group.size == 1 and params[0].parameter.dtype == torch.float32)
+        is_value = params[0].parameter.dtype == torch.float32 or params[0].shard.frozen
+        self.in_place = self.width == 0 or (group.size == 1 and is_value)
         """Whether the owned values are the model's parameters."""
         self.missing = 0
         """Gradients that this backward has not produced yet."""

@@ -61,6 +61,11 @@ class Sharding:
     def low_precision(self) -> bool:
         return self.param_dtype != torch.float32
 
+    @property
+    def frozen_dtype(self) -> torch.dtype:
+        """Dtype of frozen matrices, of which nobody needs master weights."""
+        return _DTYPES[self.compute]
+
     def groups(self, mesh: Mesh, *, expert: bool = False) -> tuple[Group, Group]:
         """(ranks that own the other shards, ranks that own the same shard) of dense parameters, or of routed experts."""
         kind, suffix = "experts' " if expert else "", " (whole)" if self.own_groups else ""
@@ -167,6 +172,8 @@ class DataParallel(Engine):
     def updated(self, *, stepped: bool = False) -> None:
         gathers = _InFlight()
         for bucket in self._gathered:
+            if stepped and not bucket.trained:
+                continue
             if bucket.group.size == 1:
                 bucket.write_weights(all_of_them=not stepped)
                 continue
@@ -355,16 +362,20 @@ def stays_fp32(name: str, shard: ParamShard, axes: Axes) -> bool:
 
 def lower_precision(parts: Sequence[nn.Module], shards: Mapping[str, ParamShard], axes: Axes, sharding: Sharding) -> None:
     """Change the dtype of those of these parameters that need not stay in fp32; they have no memory yet."""
-    dtype, residual = sharding.param_dtype, sharding.residual
-    if sharding.low_precision or residual != torch.float32:
+    residual = sharding.residual
+    lowers_frozen = sharding.frozen_dtype != torch.float32 and any(shard.frozen for shard in shards.values())
+    if sharding.low_precision or lowers_frozen or residual != torch.float32:
         for module in dict.fromkeys(module for part in parts for module in part.modules()):
             if isinstance(module, nn.Embedding):  # where the residual stream begins
                 module.register_forward_hook(lambda module, args, output: output.to(residual))
-    if not sharding.low_precision:
+    if not sharding.low_precision and not lowers_frozen:
         return
     for part in parts:
         for name, old in list(part.named_parameters()):
-            if name in shards and not stays_fp32(name, shards[name], axes) and old.dtype != dtype:
+            if name not in shards or stays_fp32(name, shards[name], axes):
+                continue
+            dtype = sharding.frozen_dtype if shards[name].frozen else sharding.param_dtype
+            if old.dtype != dtype:
                 owner, _, leaf = name.rpartition(".")
                 replace_parameter(part.get_submodule(owner), leaf, tuple(old.shape), dtype)
 

@@ -109,7 +109,7 @@ def _check(layer: _Layer, shards: Mapping[str, ParamShard], mesh: Mesh) -> int:
         f'layout.expert_tensor = {slices} cannot slice {name}: none of its dimensions {list(dims)} is named "ffn"; name one in '
         "AXES, or set layout.expert_tensor = 1."
         for name, dims in layer.dims.items()
-        if slices > 1 and "ffn" not in dims
+        if slices > 1 and "ffn" not in dims and "rank" not in dims
     ]
     if problems:
         raise RunError(problems)
@@ -117,10 +117,13 @@ def _check(layer: _Layer, shards: Mapping[str, ParamShard], mesh: Mesh) -> int:
 
 
 def _cut(shard: ParamShard, dims: tuple[str, ...], mesh: Mesh) -> ParamShard:
+    partial: tuple[str, ...] = ()
     for dim, axis in (("expert", "expert"), ("ffn", "expert_tensor")):
-        if mesh.size(axis) > 1:
+        if mesh.size(axis) > 1 and dim in dims:
             shard = shard.cut(dims.index(dim), mesh.coordinate(axis), mesh.size(axis), axis)
-    return replace(shard, expert=True, partial=())
+        elif mesh.size(axis) > 1:
+            partial = (axis,)  # one matrix of an adapter stays whole, and ranks compute with slices of the other
+    return replace(shard, expert=True, partial=partial)
 
 
 # Shapes: R rows (one per token and chosen expert), E experts of the layer, L of them on this rank, P ranks of `across`,

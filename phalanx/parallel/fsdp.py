@@ -49,7 +49,8 @@ class FullySharded(Engine):
         check_shardable(shards)
         self._how, self._device = how, mesh.device
         whole = _left_whole(parts, shards, mesh, recipe, how)
-        lower_precision(parts, {name: shards[name] for name in whole}, recipe.axes, how)
+        lowered = {name: shard for name, shard in shards.items() if name in whole or shard.frozen}
+        lower_precision(parts, lowered, recipe.axes, how)
         _wrap(parts, shards, whole, mesh, how)
         allocate(parts, recipe, mesh.device)
         self._roots: list[Any] = [fully_shard.state(part) for part in parts]  # type: ignore[attr-defined]

@@ -17,6 +17,7 @@ from phalanx.parallel.group import Group
 from phalanx.parallel.mesh import AXES, Mesh
 from phalanx.schedules.actions import Schedule
 from phalanx.spec.tensor_slice import TensorSlice
+from phalanx.transforms.lora import Adapters
 
 Axes = Mapping[str, tuple[str, ...]]
 """Parameter-name pattern to the names of its dimensions; the first that matches counts."""
@@ -39,10 +40,13 @@ class ParamShard:
     """Whether it belongs to routed experts, which have mesh axes of their own."""
     counted: bool = True
     """False for the second copy of a tied embedding: sums over all parameters skip it."""
+    frozen: bool = False
+    """Whether it belongs to the frozen model below LoRA adapters: it has no gradient, no optimizer state and no master weights, and
+    checkpoints do not contain it."""
 
     @classmethod
-    def full(cls, tensor: Tensor) -> Self:
-        return cls(TensorSlice.full(tensor.shape))
+    def full(cls, tensor: Tensor, *, frozen: bool = False) -> Self:
+        return cls(TensorSlice.full(tensor.shape), frozen=frozen)
 
     def cut(self, dim: int, index: int, count: int, axis: str) -> Self:
         """The index-th of `count` chunks along `dim`, divided over a mesh axis. Trailing chunks may be shorter or empty."""
@@ -51,7 +55,8 @@ class ParamShard:
 
 @dataclass(slots=True)
 class OwnedParam:
-    """A tensor that this rank's optimizer updates: its shard of one parameter, in full precision."""
+    """A tensor that this rank's optimizer updates: its shard of one parameter, in full precision. A frozen one, in any precision, is
+    not updated."""
 
     name: str
     value: nn.Parameter
@@ -143,6 +148,8 @@ class ShardedModel:
     """Dtype of the residual stream."""
     tied: dict[str, Group] = field(default_factory=dict)
     """Parameters of which two stages hold a copy, and the ranks that do."""
+    adapters: Adapters | None = None
+    """Of LoRA."""
     is_local_sgd: bool = False
     """Whether replicas take steps of their own and synchronize every few steps (DiLoCo)."""
     graphed: bool = False
@@ -160,6 +167,11 @@ class ShardedModel:
     @property
     def owned(self) -> list[OwnedParam]:
         return self.engine.owned
+
+    @property
+    def trained(self) -> list[OwnedParam]:
+        """Without the frozen model below LoRA adapters."""
+        return [owned for owned in self.owned if not owned.shard.frozen]
 
     @property
     def lockstep(self) -> bool:

@@ -118,6 +118,16 @@ class VocabularyLoss:
         return _Parallel.apply(projected.flatten(0, 1), targets_BS.flatten(), self.share)
 
 
+def token_losses(loss: Loss, logits: Tensor, targets_BS: Tensor) -> Tensor:
+    """Loss of each target, [B, S], 0 where it is ignored; in fp32, the same on all ranks that share the logits' columns. `loss`: that of the
+    model, not in chunks."""
+    if isinstance(loss, VocabularyLoss) and logits.shape[-1] != loss.rows:
+        losses_N: Tensor = _ParallelTokens.apply(logits.flatten(0, 1), targets_BS.flatten(), loss.share)
+    else:
+        losses_N = F.cross_entropy(logits.flatten(0, 1).float(), targets_BS.flatten(), ignore_index=IGNORED, reduction="none")
+    return losses_N.view_as(targets_BS)
+
+
 def swap(parts: list[nn.Module], group: Group, *, chunk: int | None, sequence: bool, loss: Loss) -> Loss:
     """Set `project` where a model ends and return the loss that fits; `chunk`: tokens whose logits may exist at a time."""
     if group.size == 1 and chunk is None:
@@ -165,6 +175,24 @@ class _Parallel(torch.autograd.Function):
         gradient_NV = logits_NV.clone()
         softmax_gradient_(gradient_NV, ctx.share.columns(targets_N, logits_NV.shape[1]), whole_N)
         return gradient_NV.mul_(gradients[0]), None, None
+
+
+class _ParallelTokens(torch.autograd.Function):
+    """The same, of each token."""
+
+    @staticmethod
+    def forward(ctx: Any, logits_NV: Tensor, targets_N: Tensor, share: Share) -> Tensor:
+        losses_N, whole_N = share.losses(logits_NV, targets_N)
+        ctx.share = share
+        ctx.save_for_backward(logits_NV, targets_N, whole_N)
+        return losses_N
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        logits_NV, targets_N, whole_N = ctx.saved_tensors
+        gradient_NV = logits_NV.clone()
+        softmax_gradient_(gradient_NV, ctx.share.columns(targets_N, logits_NV.shape[1]), whole_N)
+        return gradient_NV.mul_(gradients[0][:, None]), None, None
 
 
 class _Chunked(torch.autograd.Function):

@@ -89,7 +89,11 @@ def module_bytes(run: Run, plan: Plan) -> float:
     layout = plan.layout
     parameters = plan.parameters / (layout.tensor * layout.pipeline)
     offloaded = run.memory.offloads and not (plan.device == "cpu" and run.memory.offload == "cpu")
-    states = parameters * _parameter_bytes(layout, half=plan.compute != "fp32", offloaded=offloaded)
+    each, states = _parameter_bytes(layout, half=plan.compute != "fp32", offloaded=offloaded), 0.0
+    if plan.trained is not None:  # LoRA: the module itself has no gradients
+        states = parameters * (4 if plan.compute == "fp32" else 2) / (layout.shard if layout.zero == 3 else 1)
+        parameters = plan.trained / layout.pipeline
+    states += parameters * each
     kept = {"selective": 0.5, "full": 0.25}.get(run.memory.recompute, 1.0) / (layout.context * layout.tensor)
     token = TOKEN_BYTES * math.sqrt(plan.parameters) * (2 if plan.compute == "fp32" else 1) * kept
     return states + token * plan.micro_batch * run.train.sequence_length

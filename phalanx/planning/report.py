@@ -12,6 +12,7 @@ from phalanx.planning.machines.cluster import Hardware
 from phalanx.planning.placement import Placement, listed, placement
 from phalanx.planning.search.bounds import NEAR
 from phalanx.planning.search.candidate import Alternative, Candidate, SearchResult
+from phalanx.spec.adapted_layers import trained_parameters
 from phalanx.spec.errors import toml
 from phalanx.spec.layout import Layout
 from phalanx.spec.run import Run
@@ -65,6 +66,7 @@ class PlanReport(SearchResult):
                 "name": self.model_name,
                 "parameters": run.model.parameters(),
                 "active": run.model.active_parameters(),
+                "trained": trained_parameters(run.model, run.lora),
             },
             "cluster": {
                 "name": hardware.name,

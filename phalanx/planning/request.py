@@ -13,6 +13,7 @@ from phalanx.planning.machines.hardware import hardware
 from phalanx.planning.search.search import NO_LIMITS, Aim, Limits
 from phalanx.planning.search.space import largest_divisor
 from phalanx.schedules.makers import schedule_for
+from phalanx.spec.adapted_layers import adapter_parameters, flops_per_token
 from phalanx.spec.check_layout import layout_findings
 from phalanx.spec.errors import RunError
 from phalanx.spec.layout import Layout
@@ -82,7 +83,8 @@ class PlanRequest:
         return Size(
             parameters=model.parameters(),
             active=model.active_parameters(),
-            flops_per_token=model.flops_per_token(self.run.train.sequence_length),
+            flops_per_token=flops_per_token(model, self.run.lora, self.run.train.sequence_length),
+            trained=None if self.run.lora.rank is None else adapter_parameters(model, self.run.lora),
         )
 
     def threads(self, ranks: int) -> int:
@@ -111,6 +113,7 @@ class PlanRequest:
             flops_per_token=size.flops_per_token,
             peak_flops=self._peak_flops(layout.ranks, threads),
             active=size.active,
+            trained=size.trained,
             machine=self.cluster.name if self.machine is None else machine_name(self.machine),
         )
 

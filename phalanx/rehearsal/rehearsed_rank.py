@@ -36,8 +36,9 @@ from phalanx.spec.plan import Plan
 from phalanx.spec.run import Run
 from phalanx.spec.tensor_slice import Box, TensorSlice, chunk
 from phalanx.training.build import TrainState, absent_place, build, fake_process_group, lazy_fsdp_chunks
+from phalanx.training.dpo import Pairs
 from phalanx.training.micro_batch import MicroBatch
-from phalanx.training.step import StepObserver, StepPart, Stepper
+from phalanx.training.step import StepObserver, StepPart, make_stepper
 from phalanx.transforms.activations import MOVED
 
 ASSUMED = (
@@ -186,7 +187,7 @@ class Program:
         parts = reversed(self.built.sharded.parts)
         self.names = {id(module): name for part in parts for name, module in part.named_modules()}
         self.pipeline = self.built.pipeline(run)
-        self.stepper = Stepper(run, plan, self.built.sharded, self.built.experts, self.pipeline)
+        self.stepper = make_stepper(run, plan, self.built, self.pipeline)
         self._micro_batch = 0
         self._waiting: list[MicroBatch] = []
         """Micro-batches on the device that a shortened step leaves out."""
@@ -223,7 +224,10 @@ class Program:
                 spans = DocumentSpans(
                     torch.empty(own[0] * length + 1, dtype=torch.int32), torch.zeros(own[0], 6, dtype=torch.int64)
                 )
-        return MicroBatch(tokens, targets, positions, documents, counted=own[0] * own[1], digest=0, spans=spans)
+        pairs = None
+        if self.run.train.objective == "dpo":  # a pair in each window
+            pairs = Pairs(torch.empty(own, dtype=torch.int64), torch.empty(own[0], 1), own[0] / self.plan.layout.context)
+        return MicroBatch(tokens, targets, positions, documents, counted=own[0] * own[1], digest=0, spans=spans, pairs=pairs)
 
     def _observe(self) -> None:
         """Let the parts of a step tell the tracker when they begin."""
@@ -231,12 +235,13 @@ class Program:
         self.stepper.observer = _StepObserver(tracker, self._waiting)
         if self.pipeline is not None:
             self.pipeline.observer = _ActionObserver(tracker)
-        for part in sharded.parts:
+        reference = self.built.reference
+        for part in [*sharded.parts, *(reference.parts if reference is not None else ())]:
             for module in part.modules():
                 if isinstance(module, Experts):
                     module.read_counts = lambda counts_E, rows: _even(rows, len(counts_E))
                 if hasattr(module, "work"):  # see `transforms/recompute`
-                    module.work = tracker  # type: ignore[assignment]
+                    module.work = tracker
         spec = self.run.model
         tensor = self.mesh.size("tensor")
         tracker.logits = chunk(spec.rows, self.mesh.coordinate("tensor"), tensor)[1] if tensor > 1 else spec.rows
@@ -246,7 +251,8 @@ class Program:
         """Tell the tracker what the allocations that outlive a step are for."""
         sharded, tracker = self.built.sharded, self.tracker
         parameters = [_local(p) for part in sharded.parts for p in part.parameters()]
-        tracker.name([*parameters, *(param.value for param in sharded.owned)], "parameters")
+        frozen = [state.tensor for state in self.built.frozen().values() if isinstance(state.tensor, Tensor)]
+        tracker.name([*parameters, *(param.value for param in sharded.owned), *frozen], "parameters")
         gradients = [_local(p.grad) for part in sharded.parts for p in part.parameters() if p.grad is not None]
         tracker.name([*gradients, *(param.gradient for param in sharded.owned)], "gradients")
         states = self.built.optimizer.state().values()

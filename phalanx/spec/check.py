@@ -8,12 +8,13 @@ from collections.abc import Iterator
 from dataclasses import fields, replace
 
 from phalanx.spec import hf_config_write
+from phalanx.spec.adapted_layers import adapted_layers, is_target, linear_layers
 from phalanx.spec.check_layout import layout_findings
 from phalanx.spec.errors import RunError, around, divisors, either, multiples, nearest_divisors, nearest_multiples, quote, toml
 from phalanx.spec.keys import BARE, KEYS, OPTIONAL, Finding, Wrong, apply_rules, keys_in, tables_in
 from phalanx.spec.model import ModelSpec
 from phalanx.spec.origin import origin, overridable
-from phalanx.spec.run import PARTS, PORTS_PER_NODE, Cluster, Run, Source
+from phalanx.spec.run import PARTS, PORTS_PER_NODE, Cluster, Dpo, Run, Source
 from phalanx.spec.sources import kinds, vocabulary_size
 
 
@@ -46,7 +47,8 @@ def findings(run: Run) -> Iterator[Finding]:
     yield from apply_rules(run, _batch)
     yield from model_findings(run)
     yield from layout_findings(run)
-    yield from apply_rules(run, _data, _duration, _samples, _checkpoints, _resilience, _spares, _ports, _planned_cluster)
+    yield from apply_rules(run, _data, _objective, _duration, _samples, _checkpoints)
+    yield from apply_rules(run, _resilience, _spares, _ports, _planned_cluster)
 
 
 def _names(run: Run) -> list[str]:
@@ -272,6 +274,35 @@ def _data(run: Run) -> Iterator[str | Finding]:
         )
 
 
+def _objective(run: Run) -> Iterator[str]:
+    """DPO reads pairs of answers, and the other objective texts."""
+    sources: dict[str, Source] = {f"data.mix.{source.name}": source for source in run.data.mix} or {"data": run.data}
+    pairs = [table for table, source in sources.items() if kinds(source) == ["preferences"]]
+    if run.train.objective != "dpo":
+        for table in pairs:
+            yield (
+                f'$({table}.source){table}.source = "preferences" holds pairs of answers, but $train.objective trains on texts: set '
+                'train.objective = "dpo", or data.source = "chat" for conversations.'
+            )
+        if run.dpo != Dpo():
+            yield '$(dpo.beta)$(dpo.label_smoothing)[dpo] has no effect with $train.objective: set it to "dpo", or remove [dpo].'
+        return
+    for table in sources:
+        if table not in pairs:
+            yield (
+                f"$train.objective needs pairs of answers, but $({table}.source){table} is of another kind: set {table}.source = "
+                '"preferences".'
+            )
+    if any(source.documents for source in sources.values()) and run.data.tokenizer != "byte":
+        yield '$(data.documents)data.documents of preferences need $data.tokenizer = "byte": name a file in data.paths instead.'
+    if not run.data.document_mask:
+        yield "$train.objective keeps two answers in a window apart, but $data.document_mask lets them see each other: remove it."
+    if run.memory.loss_chunk:
+        yield "$memory.loss_chunk adds up the losses of tokens, but $train.objective needs those of each answer: remove it."
+    if run.model.mtp_depth:
+        yield "$model.mtp_depth predicts tokens further ahead, which $train.objective does not use: set model.mtp_depth = 0."
+
+
 def _vocabulary(run: Run) -> Iterator[str | Finding]:
     try:
         tokens = vocabulary_size(run.data.tokenizer)
@@ -325,7 +356,13 @@ def _source(source: Source, table: str) -> Iterator[str]:
                 f"$({key})$({table}.source){key} is set, but {table}.source = {toml(kind)}{inferred} does not read it: "
                 f"remove it, or set {table}.source to {either(map(toml, readers))}."
             )
-    if kind not in ("memory", "stdlib") and not source.paths:
+    if kind == "preferences" and source.documents:
+        if source.paths or len(source.documents) % 2:
+            yield (
+                f"$({table}.documents){table}.documents are chosen and rejected texts in turn, in place of {table}.paths: give an even "
+                "number of them, and no paths."
+            )
+    elif kind not in ("memory", "stdlib") and not source.paths:
         wanted = "folder of it" if kind == "hf" else "file, folder or glob"
         involved = f"$({table}.paths)$({table}.source)"
         yield f"{involved}{table}.source = {toml(kind)} but {table}.paths names nothing: give it at least one {wanted}."
@@ -343,7 +380,7 @@ _MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 def model_findings(run: Run) -> Iterator[Finding]:
     """Problems between the keys of [model], and with train.sequence_length. A custom module gives the sizes a meaning of its own."""
     sizes = (_attention, _latent, _positions, _experts) if run.model.module is None else ()
-    return apply_rules(run, _start, _module, *sizes)
+    return apply_rules(run, _start, _module, *sizes, _lora)
 
 
 def _start(run: Run) -> Iterator[str | Finding]:
@@ -403,6 +440,25 @@ def _module(run: Run) -> Iterator[str]:
         yield f"$model.module does not name a class: write it as {example}."
     if model.mtp_depth:
         yield "$model.mtp_depth belongs to the built-in decoder, but $model.module: remove model.mtp_depth."
+
+
+def _lora(run: Run) -> Iterator[str]:
+    lora = run.lora
+    if lora.rank is None:
+        for key in ("alpha", "targets"):
+            if getattr(lora, key):
+                yield f"$lora.{key} describes adapters, but $(lora.rank)lora.rank is not given: set it, such as lora.rank = 16, or remove lora.{key}."
+        return
+    if run.model.module is not None:  # its layers are known when it is built
+        return
+    layers = linear_layers(run.model)
+    for target in lora.targets:
+        if not any(is_target(name, (target,)) for name in layers):
+            names = dict.fromkeys(name.rpartition(".")[2] for name in layers)
+            yield f"$(lora.targets)lora.targets: {toml(target)} is no layer of this model: take {either(names)}, or a longer name such as {toml(next(iter(layers)))}."
+    smallest = min((min(shape[-2:]) for shape in adapted_layers(run.model, lora).values()), default=None)
+    if smallest is not None and lora.rank > smallest:
+        yield f"$lora.rank exceeds {smallest}, the smaller side of one of its matrices: an adapter would be larger than the matrix. Set it to at most {smallest}."
 
 
 def _attention(run: Run) -> Iterator[str]:

@@ -215,6 +215,8 @@ def _cuda_graphs(run: Run) -> Iterator[str]:
         yield f"$memory.cuda_graphs cannot be combined with $model.module, which may decide on the host: {remedy}."
     if model.moe is not None:
         yield f"$memory.cuda_graphs cannot be combined with experts$(model.moe.experts), whose sizes change: {remedy}."
+    if run.train.objective != "next-token":
+        yield f"$memory.cuda_graphs cannot be combined with $train.objective, which computes a reference first: {remedy}."
     if model.mtp_depth:
         yield f"$memory.cuda_graphs cannot be combined with $model.mtp_depth: {remedy}."
     if run.memory.recomputes:

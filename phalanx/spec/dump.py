@@ -14,7 +14,7 @@ from phalanx.spec.sources import kind
 HEADER = "# The resolved run: the run file with overrides applied and every default filled in.\n"
 """First line of every run file that Phalanx writes. Such files may have the keys of earlier versions."""
 
-_DECIDING_TABLES = ["model", "data", "train", "optimizer", "precision"]
+_DECIDING_TABLES = ["model", "data", "train", "optimizer", "lora", "dpo", "precision"]
 
 
 def dump(run: Run) -> str:

@@ -83,6 +83,11 @@ def _of_run_file(text: str, path: Path, data: bytes | None = None) -> Origin:
     draft.settings.pop("model.from", None)
     run = draft.build(draft.values())
     draft.raise_problems()
+    if run.lora.rank is not None:
+        raise RunError(
+            f"model.from = {toml(text)} is a run whose checkpoints hold LoRA adapters, not a model: merge them with `phalanx export {text} "
+            "FOLDER`, and name that folder."
+        )
     model = replace(run.model, preset=None, from_=text)
     if model.vocab is None:
         with contextlib.suppress(RunError):  # a tokenizer that has moved away is reported where it is needed

@@ -92,6 +92,8 @@ class Size:
     """The same with all blocks recomputed; None: it has no blocks."""
     untraced: str | None = None
     """Why its step could not be traced."""
+    trained: int | None = None
+    """Parameters that a step updates; None: all of them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -143,6 +145,8 @@ class Plan:
     """Peak FLOP/s of all ranks together in the compute precision; None: unknown device, so that MFU cannot be computed."""
     active: int | None = None
     """Parameters that one token passes through; None: all of them (plans of versions without experts)."""
+    trained: int | None = None
+    """Parameters that a step updates, and a checkpoint holds: those of LoRA adapters. None: all of them."""
     host_link: float | None = None
     """Bytes/s between two hosts that the plan assumes; None: all ranks are on one host, or the plan is of an older version."""
     machine: str | None = None
@@ -172,4 +176,6 @@ class Plan:
         work = f"{self.accumulation} × micro-batch of {self.micro_batch}"
         sparse = self.active is not None and self.active < self.parameters
         active = f" ({(self.active or 0) / 1e6:,.2f} M active)" if sparse else ""
+        if self.trained is not None:
+            active += f" and {self.trained / 1e6:,.2f} M of LoRA adapters"
         return f"{self.parameters / 1e6:,.2f} M parameters{active} on {ranks}, {work} per rank and step, {self.compute}"

@@ -18,24 +18,30 @@ PORTS_PER_NODE = 3  # of its agent, its replica server, and the measurement of i
 class Source:
     """One source of text."""
 
-    source: Literal["stdlib", "text", "jsonl", "parquet", "hf", "chat", "tokens", "memory"] | None = None
-    """The kind of text. "text": files, one document each; "jsonl", "parquet": one document per record; "hf": a Hugging Face dataset; "chat": conversations or instructions in JSONL (SFT); "tokens": files that `phalanx tokenize` wrote; "stdlib": Python's own source code, always available; "memory": `documents`. Default: inferred from the names in `paths` (.jsonl, .ndjson, .json; .parquet; a folder by its first file; otherwise "text"), or "stdlib" without paths."""
-    paths: tuple[str, ...] = field(default=(), metadata=read_by("text", "jsonl", "parquet", "hf", "chat", "tokens"))
+    source: Literal["stdlib", "text", "jsonl", "parquet", "hf", "chat", "preferences", "tokens", "memory"] | None = None
+    """The kind of text. "text": files, one document each; "jsonl", "parquet": one document per record; "hf": a Hugging Face dataset; "chat": conversations or instructions in JSONL (SFT); "preferences": pairs of a chosen and a rejected answer in JSONL (DPO); "tokens": files that `phalanx tokenize` wrote; "stdlib": Python's own source code, always available; "memory": `documents`. Default: inferred from the names in `paths` (.jsonl, .ndjson, .json; .parquet; a folder by its first file; otherwise "text"), or "stdlib" without paths."""
+    paths: tuple[str, ...] = field(
+        default=(), metadata=read_by("text", "jsonl", "parquet", "hf", "chat", "preferences", "tokens")
+    )
     """Files, folders, globs or URLs (s3://, gs://, https://, …); .gz and .zst are decompressed. Relative to the working directory."""
-    documents: tuple[str, ...] = field(default=(), metadata=read_by("memory"))
-    """The documents themselves, for source = "memory"; meant for small tests."""
+    documents: tuple[str, ...] = field(default=(), metadata=read_by("memory", "preferences"))
+    """The documents themselves, for source = "memory"; for "preferences", chosen and rejected texts in turn, with the byte tokenizer. Meant for small tests."""
     split: str = field(default="train", metadata=read_by("hf"))
     """hf: the split to read."""
     config: str | None = field(default=None, metadata=read_by("hf"))
     """hf: the configuration of the dataset."""
     streaming: bool = field(default=False, metadata=read_by("hf"))
     """hf: stream the dataset instead of downloading it first."""
-    prompt_field: str = field(default="prompt", metadata=read_by("chat"))
-    """chat: field of the question, in records without a list of messages."""
+    prompt_field: str = field(default="prompt", metadata=read_by("chat", "preferences"))
+    """chat: field of the question, in records without a list of messages; preferences: of what both answers follow, a text or a list of messages."""
     answer_field: str = field(default="response", metadata=read_by("chat"))
     """chat: field of the answer, in records without a list of messages."""
-    template: str | None = field(default=None, metadata=read_by("chat"))
-    """chat: a Jinja file that turns messages into text, or "plain". Default: the tokenizer's own chat template."""
+    chosen_field: str = field(default="chosen", metadata=read_by("preferences"))
+    """preferences: field of the better answer, a text or a list of messages."""
+    rejected_field: str = field(default="rejected", metadata=read_by("preferences"))
+    """preferences: field of the worse answer."""
+    template: str | None = field(default=None, metadata=read_by("chat", "preferences"))
+    """chat, preferences: a Jinja file that turns messages into text, or "plain". Default: the tokenizer's own chat template."""
     epochs: float | None = field(default=None, metadata=within(above=0.0))
     """Maximum number of passes over this source. Default: as many as the run needs."""
     seed: int | None = field(default=None, metadata=within(0, 2**63 - 1))
@@ -117,6 +123,8 @@ class Train:
     """Maximum number of tokens of a sample."""
     sample_temperature: float = field(default=0.8, metadata=within(0.0) | NO_EFFECT)
     """Sampling temperature of samples; 0: always the most likely token."""
+    objective: Literal["next-token", "dpo"] = "next-token"
+    """What is minimized: "next-token": cross-entropy of every token that counts; "dpo": direct preference optimization on pairs of answers, against the model that training starts from."""
 
 
 class OptimizerTraits(NamedTuple):
@@ -172,6 +180,34 @@ class Optimizer:
     @property
     def traits(self) -> OptimizerTraits:
         return OPTIMIZERS[self.name]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Lora:
+    """LoRA: only low-rank adapters of linear layers are trained; the weights that training starts from stay as they are. Without `rank`, all weights are trained."""
+
+    rank: int | None = field(default=None, metadata=within(1))
+    """Rank of the adapters: an adapter adds alpha / rank · B·A to its matrix, where A has `rank` rows and B has `rank` columns. Default: no adapters."""
+    alpha: float | None = field(default=None, metadata=within(above=0.0))
+    """Scale of the adapters. Default: twice the rank."""
+    targets: tuple[str, ...] = ()
+    """Layers that get an adapter, by name or by the end of their name, such as ["query", "value", "mlp.down"]; * stands for anything. Default: every linear layer of the blocks. Routed experts get adapters only by name, such as "experts.gate"."""
+
+    @property
+    def scale(self) -> float:
+        """The factor of B·A."""
+        assert self.rank is not None, "without a rank there are no adapters"
+        return 2.0 if self.alpha is None else self.alpha / self.rank
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Dpo:
+    """Direct preference optimization, `train.objective = "dpo"`: the reference is the model that training starts from."""
+
+    beta: float = field(default=0.1, metadata=within(above=0.0))
+    """How much a departure from the reference costs: the smaller, the farther the model may go."""
+    label_smoothing: float = field(default=0.0, metadata=within(0.0, 0.4999999))
+    """Probability that the two answers of a pair are confused (conservative DPO)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -414,6 +450,8 @@ class Run:
     data: Data = Data()
     train: Train = Train()
     optimizer: Optimizer = Optimizer()
+    lora: Lora = Lora()
+    dpo: Dpo = Dpo()
     precision: Precision = Precision()
     memory: Memory = Memory()
     layout: Layout = field(default_factory=Layout)

@@ -56,24 +56,43 @@ class TrainState:
     """Shapes of the whole model's tensors, by name."""
     experts: dict[str, int]
     """Number of experts of each router of the whole model, by the router's name."""
+    reference: ShardedModel | None = None
+    """DPO without adapters: the model that training starts from, which stays as it is."""
 
     def tensors(self) -> dict[str, StateTensor]:
-        """This rank's part of the live state: parameters and persistent buffers as model/NAME, states as optimizer/NAME/STATE."""
-        params, mesh, outer = {param.name: param for param in self.sharded.owned}, self.sharded.mesh, self.outer
+        """This rank's part of the live state: parameters and persistent buffers as model/NAME, states as optimizer/NAME/STATE. With LoRA,
+        without what is frozen."""
+        params, mesh, outer = {param.name: param for param in self.sharded.trained}, self.sharded.mesh, self.outer
         tensors = {f"model/{name}": state_tensor(param.value.detach(), param.shard, mesh) for name, param in params.items()}
-        for part in self.sharded.parts:
-            persistent = part.state_dict().keys()
-            tensors |= {
-                f"model/{name}": replace(StateTensor.full(buffer, replica_group(mesh)), is_buffer=True)
-                for name, buffer in part.named_buffers()
-                if name in persistent
-            }
+        if self.sharded.adapters is None:
+            tensors |= self._buffers(self.sharded)
         for name, state in self.optimizer.state().items():
             shard = params[name.rpartition("/")[0]].shard
             tensors[f"optimizer/{name}"] = (
                 state_tensor(state, shard, mesh) if outer is None else outer.replica_state(state, shard)
             )
         return tensors | (outer.tensors() if outer is not None else {})
+
+    def frozen(self) -> dict[str, StateTensor]:
+        """This rank's part of what is never trained, which `model.from` or the seed gives: the model below LoRA adapters, or the reference
+        of DPO. Parameters and buffers as model/NAME; empty without either."""
+        model = self.sharded if self.sharded.adapters is not None else self.reference
+        if model is None:
+            return {}
+        params, mesh = [param for param in model.owned if param.shard.frozen], model.mesh
+        return {
+            f"model/{param.name}": state_tensor(param.value.detach(), param.shard, mesh) for param in params
+        } | self._buffers(model)
+
+    def _buffers(self, model: ShardedModel) -> dict[str, StateTensor]:
+        replicas = replica_group(model.mesh)
+        return {
+            f"model/{name}": replace(StateTensor.full(buffer, replicas), is_buffer=True)
+            for part in model.parts
+            for persistent in [part.state_dict().keys()]
+            for name, buffer in part.named_buffers()
+            if name in persistent
+        }
 
     def placement(self) -> ModelPlaced:
         """What this rank holds, read from its tensors."""
@@ -91,13 +110,13 @@ class TrainState:
             files=states.files,
         )
 
-    def pipeline(self, run: Run) -> Pipeline | None:
-        """This rank's executor of the schedule; all ranks make theirs at the same time."""
+    def pipeline(self, run: Run, model: ShardedModel | None = None) -> Pipeline | None:
+        """This rank's executor of the schedule; all ranks make theirs at the same time. `model`: other than the trained one."""
         if self.schedule is None:
             return None
         mesh = self.sharded.mesh
         return Pipeline(
-            self.sharded.parts,
+            (model or self.sharded).parts,
             self.schedule,
             mesh,
             halves=run.memory.recompute != "selective",
@@ -114,15 +133,20 @@ def build(run: Run, plan: Plan, mesh: Mesh, resources: Resources = REAL) -> Trai
     parts = split_stages(model, run, plan, mesh, order)
     sharded = apply(parts, run, plan, mesh, recipe(model, run.train.seed, order))
     optimizer = Optimizer(
-        sharded.owned, run.optimizer, precision=run.precision, memory=run.memory, mesh=mesh, resources=resources
+        sharded.trained, run.optimizer, precision=run.precision, memory=run.memory, mesh=mesh, resources=resources
     )
-    outer = OuterOptimizer(sharded.owned, run.optimizer, mesh) if run.optimizer.sync_every > 1 else None
-    return TrainState(sharded, optimizer, outer, order, shapes, experts)
+    outer = OuterOptimizer(sharded.trained, run.optimizer, mesh) if run.optimizer.sync_every > 1 else None
+    reference = None
+    if run.train.objective == "dpo" and sharded.adapters is None:
+        plain = replace(run, memory=replace(run.memory, compile=False, recompute="none", activations="device"))
+        parts = split_stages(init.build(run.model), run, plan, mesh, order)
+        reference = apply(parts, plain, plan, mesh, recipe(model, run.train.seed, order), frozen=True)
+    return TrainState(sharded, optimizer, outer, order, shapes, experts, reference)
 
 
 def recipe(model: nn.Module, seed: int, schedule: Schedule | None = None) -> Recipe:
     """What `parallel/apply`, which knows no model, needs of one: names of dimensions, initial values, the loss."""
-    spec, initial = model.spec, init.table(model)
+    spec, initial = model.spec, init.ADAPTERS | dict(init.table(model))
     assert isinstance(spec, ModelSpec), "models.init.build sets the spec"
 
     @torch.no_grad()

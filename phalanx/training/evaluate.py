@@ -40,14 +40,15 @@ def evaluate(
             rows.append(row)
     exchange.wait()
     totals = mesh.all_reduce(torch.stack(rows))
-    overall = _metrics(*totals.sum(0).tolist())
+    is_text = feed.run.train.objective == "next-token"
+    overall = _metrics(*totals.sum(0).tolist(), is_text=is_text)
     return Evaluated(
         step=step,
         loss=overall["loss"],
         tokens=int(overall["tokens"]),
         seconds=time.perf_counter() - started,
-        perplexity=overall["perplexity"],
-        sources={name: _metrics(*row) for name, row in zip(sources, totals.tolist(), strict=True)},
+        perplexity=overall.get("perplexity"),
+        sources={name: _metrics(*row, is_text=is_text) for name, row in zip(sources, totals.tolist(), strict=True)},
     )
 
 
@@ -93,6 +94,8 @@ def _loss_and_tokens(samples: Samples, stepper: Stepper, feed: BatchFeed, exchan
     return sums
 
 
-def _metrics(loss: float, tokens: float) -> dict[str, float]:
+def _metrics(loss: float, tokens: float, *, is_text: bool) -> dict[str, float]:
+    """Of preferences, `tokens` are pairs, and there is no perplexity."""
     mean = loss / max(tokens, 1)
-    return {"loss": mean, "perplexity": math.inf if mean > 700 else math.exp(mean), "tokens": int(tokens)}
+    perplexity = {"perplexity": math.inf if mean > 700 else math.exp(mean)} if is_text else {}
+    return {"loss": mean, **perplexity, "tokens": round(tokens)}

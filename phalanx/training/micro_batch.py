@@ -25,6 +25,7 @@ from phalanx.parallel.mesh import Mesh
 from phalanx.spec.layout import Layout
 from phalanx.spec.plan import Plan
 from phalanx.spec.run import Run
+from phalanx.training.dpo import Pairs
 
 
 def step_seed(seed: int, step: int, replica: int) -> int:
@@ -57,6 +58,13 @@ class MicroBatch:
     """Sum of the samples' checksums, each over the sample's index and token ids."""
     spans: DocumentSpans | None = None
     """Where the documents are, for the kernels of GPUs that need no mask."""
+    pairs: Pairs | None = None
+    """Of preferences."""
+
+    @property
+    def weight(self) -> float:
+        """What the sum of its losses is divided by: targets, or pairs of preferences."""
+        return self.counted if self.pairs is None else self.pairs.count
 
     @staticmethod
     def prepare(batch: Batch, device: torch.device, document_mask: bool, own: np.ndarray | None = None) -> MicroBatch:
@@ -92,7 +100,7 @@ class MicroBatch:
         tensors = {name: getattr(self, name) for name in ("tokens", "targets", "positions", "documents")}
         moved = {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items() if tensor is not None}
         spans = self.spans and replace(self.spans, bounds=self.spans.bounds.to(device, non_blocking=True))
-        return replace(self, spans=spans, **moved)
+        return replace(self, spans=spans, pairs=self.pairs and self.pairs.to(device), **moved)
 
 
 def summed_loss(logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:
@@ -140,7 +148,11 @@ class BatchFeed:
 
     def prepare(self, batch: Batch) -> MicroBatch:
         """A batch as this rank reads it."""
-        return MicroBatch.prepare(batch, self._mesh.device, self.run.data.document_mask, self._own)
+        prepared = MicroBatch.prepare(batch, self._mesh.device, self.run.data.document_mask, self._own)
+        if self.run.train.objective != "dpo":
+            return prepared
+        pin = accelerator.of(self._mesh.device).pin
+        return replace(prepared, pairs=Pairs.of(batch, self._own, self.plan.layout.context, pin))
 
     def close(self) -> None:
         """Ends the reader and drops what it has read ahead."""

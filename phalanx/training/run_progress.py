@@ -154,6 +154,8 @@ def step_record(progress: Progress, outcome: Outcome, rate: float, seconds: floa
         mfu=flops / plan.peak_flops if plan.peak_flops else None,
         memory=outcome.memory,
         expert_load=outcome.expert_load,
+        preferred=outcome.preferred,
+        reward=outcome.reward,
     )
 
 

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import asdict
+from functools import cached_property
 from pathlib import Path
 from typing import cast
 
@@ -17,6 +18,7 @@ from torch import Tensor
 from phalanx import accelerator
 from phalanx._version import __version__
 from phalanx.checkpointing import directory
+from phalanx.checkpointing.base_digest import base_digest, check_base
 from phalanx.checkpointing.directory import DamagedCheckpoint
 from phalanx.checkpointing.format import Marker, RunMetadata, SavedProgress
 from phalanx.checkpointing.hf_folder import ReferenceLogits
@@ -118,7 +120,13 @@ class Checkpointer(StepHook):
             run=dump(self._run),
             plan=self._plan.to_json(),
             replicas=self._mesh.size("data") if own_states else None,
+            base=self._base,
         )
+
+    @cached_property
+    def _base(self) -> str | None:
+        """Digest of the weights below LoRA adapters."""
+        return None if self._run.lora.rank is None else base_digest(self._run.model.from_)
 
     def ended(self) -> list[Event]:
         """Events of saves, copies, exports and uploads that have ended since the last call, on rank 0."""
@@ -271,6 +279,8 @@ class Checkpointer(StepHook):
         marker: Marker | None = None
         try:
             marker = load(path, tensors)
+            if self._mesh.rank == 0 and self._run.lora.rank is not None:
+                check_base(self._run.model.from_, marker.run.base, path)
         except PhalanxError as error:
             problem = error
         problems = [of_rank for of_rank in self._mesh.gather_objects(problem) if of_rank is not None]

@@ -6,8 +6,8 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, TypeVar
 
@@ -21,8 +21,11 @@ from phalanx.optim.optimizer import Optimizer
 from phalanx.parallel.expert import Loads, imbalance
 from phalanx.parallel.pipeline.executor import Pipeline
 from phalanx.parallel.sharded_model import ShardedModel
+from phalanx.parallel.vocab_parallel import token_losses
 from phalanx.spec.plan import Plan
 from phalanx.spec.run import Run
+from phalanx.training.build import TrainState
+from phalanx.training.dpo import pair_losses
 from phalanx.training.graphs import Graphs
 from phalanx.training.hooks import Hooks, StepContext, StepRefused
 from phalanx.training.micro_batch import MicroBatch, objective
@@ -71,8 +74,8 @@ _VERDICT = 4
 """Its place among the results of a step."""
 
 
-def _outcome(totals: StepTotals, results: Sequence[float]) -> Outcome:
-    loss, tokens, digest, norm, verdict, *load = results
+def _outcome(totals: StepTotals, results: Sequence[float], *, is_dpo: bool) -> Outcome:
+    loss, tokens, digest, norm, verdict, weight, preferred, reward, *load = results
     return Outcome(
         loss=loss,
         tokens=int(tokens),
@@ -82,6 +85,9 @@ def _outcome(totals: StepTotals, results: Sequence[float]) -> Outcome:
         stopped=totals.stopped,
         memory=totals.memory,
         expert_load=load[0] if load else None,
+        weight=weight,
+        preferred=preferred if is_dpo else None,
+        reward=reward if is_dpo else None,
     )
 
 
@@ -105,6 +111,12 @@ class Stepper:
         self.scale = LossScale.of(plan.compute, run.precision.loss_scale)
         self._compiles = bool(run.memory.compile)
         self._graphs = Graphs(model.parts[0], accelerator.of(self._mesh.device), self._loss_of) if model.graphed else None
+        self._dpo = run.dpo if run.train.objective == "dpo" else None
+        self.reference: Stepper | None = None
+        """DPO without adapters: computes the forwards of the reference."""
+        self._totals: StepTotals | None = None
+        if self._dpo is not None:
+            self._context = self._mesh.group("context", use="context")
         self.stages = tuple((0,) if pipeline is None else pipeline.schedule.stages_of(self._mesh.coordinate("pipeline")))
         """Pipeline stages of this rank's parts."""
         self.number = self.seed = 0
@@ -119,9 +131,8 @@ class Stepper:
         self.own_loss = torch.zeros(())
         """This rank's part of the last step's loss."""
         # Where every rank has all gradients, each computes the norm alone. If its bits are wrong, its norm alone is wrong.
-        self._norm_is_local = all(
-            model.copies(param.shard) == model.step_group.size for param in model.owned if param.shard.counted
-        )
+        counted = [param.shard for param in model.trained if param.shard.counted]  # none on a stage without adapters
+        self._norm_is_local = bool(counted) and all(model.copies(shard) == model.step_group.size for shard in counted)
 
     def begin(self, number: int, seed: int) -> None:
         """Prepares step `number`; random numbers of its forwards follow from `seed`."""
@@ -146,7 +157,7 @@ class Stepper:
                 self.pending = pending
                 self._remember_loads(totals.loads)
             norm, pending.divisor = self._norm_and_divisor(totals)
-            loss = totals.loss / totals.tokens.clamp(min=1)
+            loss = totals.loss / totals.weight.clamp(min=1)
             verdict = self._judge(loss, norm)
             # On its way before the update is launched: the host prepares the next step while the device still updates.
             results = self._results(totals, loss, norm, verdict)
@@ -157,12 +168,12 @@ class Stepper:
                     self._before_update(context)
                 self._apply(pending, optimizer)
             self.own_loss = totals.own_loss
-            return _outcome(totals, results())
+            return _outcome(totals, results(), is_dpo=self._dpo is not None)
 
     def accumulate(self, batches: Sequence[MicroBatch], stop_request: StopRequest) -> StepTotals:
         """Gradients of the global batch, summed over micro-batches and ranks and divided by its capacity in tokens."""
         with span("compute"):
-            totals = StepTotals(self.sharded, self._loads)
+            self._totals = totals = StepTotals(self.sharded, self._loads)
             self.sharded.engine.begin(len(batches), pipelined=self._pipeline is not None)
             self._loads.reset()
             for router in self._routers.values():
@@ -183,7 +194,7 @@ class Stepper:
                 totals.stop(request)
                 if not self.sharded.lockstep:
                     break  # the other ranks need nothing of this one until the gradients are summed
-            batch = batch.to(self._mesh.device)
+            batch = self._with_reference(batch.to(self._mesh.device))
             loss, whole = self._micro_batch_losses(batch)
             totals.add(loss.detach(), batch)
             if index == len(batches) - 1:
@@ -196,7 +207,7 @@ class Stepper:
     ) -> None:
         if request := stop_request():
             totals.stop(request)
-        moved = [batch.to(self._mesh.device) for batch in batches]
+        moved = [self._with_reference(batch.to(self._mesh.device)) for batch in batches]
         for batch in moved:
             totals.add_digest(batch)
 
@@ -229,11 +240,44 @@ class Stepper:
 
     def losses(self, output: Any, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """The reported loss, and the loss of the backward, which includes multi-token prediction where the model has it. Both are sums."""
+        if self._dpo is not None:
+            loss, whole = self._pair_losses(output, batch, self._totals)
+            self.hooks.on_loss(loss)
+            return loss, whole
         logits, *further = output if type(output) is tuple else (output,)
         loss_of = partial(self.observer.run, "loss", self.sharded.loss)
         loss = loss_of(logits, batch.targets)
         self.hooks.on_loss(loss)
         return loss, objective(loss, further, batch, self._mtp_weight, loss_of)
+
+    def _pair_losses(self, output: Any, batch: MicroBatch, totals: StepTotals | None) -> tuple[Tensor, Tensor]:
+        """DPO: the reported loss and that of the backward. Ranks that share windows compute the same loss, and each reports its part of it."""
+        pairs, dpo = batch.pairs, self._dpo
+        assert pairs is not None and dpo is not None
+        of_pairs = self.observer.run("loss", lambda: pair_losses(self._margins(output, batch), pairs, dpo))
+        parts = self._context.size
+        if totals is not None:
+            totals.add_pairs(of_pairs.preferred / parts, of_pairs.reward / parts)
+        return of_pairs.loss / parts, of_pairs.loss
+
+    def _margins(self, output: Any, batch: MicroBatch) -> Tensor:
+        assert batch.pairs is not None
+        logits = output[0] if type(output) is tuple else output
+        losses_BS = token_losses(self.sharded.loss, logits, batch.targets)
+        return self._context.reduce_from_region(batch.pairs.margins(losses_BS))
+
+    def _with_reference(self, batch: MicroBatch) -> MicroBatch:
+        """DPO: with the margins of the reference, which is the frozen model below the adapters, or a model of its own. All ranks call it."""
+        if batch.pairs is None:
+            return batch
+        margins: list[Tensor] = []
+        adapters = self.sharded.adapters
+        with nullcontext() if adapters is None else adapters.off():
+            stepper = self if self.reference is None else self.reference
+            stepper.forward(batch, lambda output: margins.append(stepper._margins(output, batch)))
+        if self.reference is not None:
+            self.reference.sharded.engine.updated(stepped=True)  # frees parameters that its forward has gathered
+        return replace(batch, pairs=replace(batch.pairs, reference_BP=margins[0])) if margins else batch
 
     def _forward(self, part: int, given: Tensor | None, batch: MicroBatch) -> Any:
         # Recorded conversions of weights would not be repeated by a graph that finds them in a cache.
@@ -253,11 +297,12 @@ class Stepper:
 
         The backward accumulates       g = loss_scale / capacity · Σ gradient(token)
         The mean over counted tokens   m = g · capacity / (tokens · loss_scale)
+        (With preferences, read pairs for tokens.)
         Its norm is                 norm = |g| · capacity / tokens / loss_scale
         Clipping divides m by       clip = max(1, norm / train.clip)
         So the update is         m / clip = g / divisor, with divisor = tokens / capacity · loss_scale · clip
         """
-        tokens = totals.own_tokens.clamp(min=1).float()
+        tokens = totals.own_weight.clamp(min=1).float()
         norm = self.sharded.norm() * (self._capacity / tokens / self.scale.value)
         clip = (norm / self._clip).clamp(min=1.0)
         return norm, tokens / self._capacity * self.scale.value * clip
@@ -299,8 +344,8 @@ class Stepper:
         self.observer.run("optimizer", optimizer.step, pending.learning_rate, pending.divisor, skip)
         verdict, loads = int(pending.read_verdict()), pending.totals.loads
         if verdict == GOOD:
-            # Every rank has the same counts, so all copies of a router change alike.
-            for name, router in self._routers.items():
+            # Every rank has the same counts, so all copies of a router change alike. Those below LoRA adapters are frozen.
+            for name, router in self._routers.items() if self.sharded.adapters is None else ():
                 router.rebalance(loads[name])
         if verdict != SPIKE:
             self.scale.update(verdict == GOOD)
@@ -315,7 +360,9 @@ class Stepper:
         """Starts to copy the results of the step to the host; returns what waits for them."""
         recent = self._loads.split(torch.stack(tuple(self._recent_loads)).sum(0)) if self._recent_loads else {}
         load = [imbalance(recent.values())] if recent else []
-        values = torch.stack((loss, totals.tokens, totals.digest, norm.double(), verdict.double(), *load))
+        pairs = (sum_ / totals.weight.clamp(min=1) for sum_ in (totals.preferred, totals.reward))
+        agreed = (loss, totals.tokens, totals.digest, norm.double(), verdict.double(), totals.weight)
+        values = torch.stack((*agreed, *pairs, *load))
         read = accelerator.of(self._mesh.device).copy_to_host(values)
         return lambda: read().tolist()
 
@@ -376,14 +423,25 @@ class Stepper:
 
     @torch.no_grad()
     def measure(self, batch: MicroBatch) -> Tensor:
-        """Returns (loss_sum, token_count) of the next token in fp64; zeros on ranks that do not report the loss."""
+        """Returns (loss_sum, weight) in fp64, where the weight is the number of targets, or of pairs of preferences; zeros on ranks that do
+        not report the loss."""
         sums = torch.zeros(2, dtype=torch.float64, device=self._mesh.device)
-        batch = batch.to(self._mesh.device)
+        batch = self._with_reference(batch.to(self._mesh.device))
 
         def take(output: Any) -> None:
-            loss = self.sharded.loss(output, batch.targets)  # ranks that share logits compute it together
+            # Ranks that share logits compute it together.
+            loss = self.sharded.loss(output, batch.targets) if self._dpo is None else self._pair_losses(output, batch, None)[0]
             if self.sharded.reports_loss:
-                sums[0], sums[1] = loss.double(), batch.counted
+                sums[0], sums[1] = loss.double(), batch.weight
 
         self.forward(batch, take)
         return sums
+
+
+def make_stepper(run: Run, plan: Plan, state: TrainState, pipeline: Pipeline | None) -> Stepper:
+    """The stepper of a rank, with that of the reference, if it has one; all ranks make theirs at the same time. `pipeline`: that of the
+    trained model."""
+    stepper = Stepper(run, plan, state.sharded, state.experts, pipeline)
+    if (reference := state.reference) is not None:
+        stepper.reference = Stepper(run, plan, reference, {}, state.pipeline(run, reference))
+    return stepper

@@ -21,6 +21,10 @@ GOOD, NOT_FINITE, SPIKE = 0, 1, 2
 """Verdicts on a step: it is applied, or skipped for one of two reasons."""
 
 
+_SUMS = 6
+"""Sums besides the loads of experts."""
+
+
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """What all ranks agree on about a step."""
@@ -39,6 +43,12 @@ class Outcome:
     """Largest memory of any rank, in bytes."""
     expert_load: float | None = None
     """Load of the fullest expert divided by the mean, in the worst layer; None without experts."""
+    weight: float = 0.0
+    """What the sum of losses was divided by: tokens, or pairs of preferences."""
+    preferred: float | None = None
+    """Preferences: fraction of the pairs whose chosen answer has gained more than the rejected one; None for other objectives."""
+    reward: float | None = None
+    """Preferences: mean reward of the chosen answers minus that of the rejected ones."""
 
     @property
     def good(self) -> bool:
@@ -55,23 +65,23 @@ class StepTotals:
     def __init__(self, model: ShardedModel, loads: Loads | None = None):
         self._model, self._mesh, self._loads = model, model.mesh, loads or Loads({}, {})
         # fp64: sums do not depend on the order of ranks and micro-batches; sums of checksums and counts are exact.
-        self._sums = torch.zeros(3 + self._loads.size, dtype=torch.float64, device=self._mesh.device)
-        self.loss, self.tokens, self.digest = self._sums[:3].unbind()
+        self._sums = torch.zeros(_SUMS + self._loads.size, dtype=torch.float64, device=self._mesh.device)
+        self.loss, self.tokens, self.digest, self.weight, self.preferred, self.reward = self._sums[:_SUMS].unbind()
         self._flags = torch.zeros(2, dtype=torch.float64)
-        self._group_tokens = torch.zeros((), dtype=torch.float64, device=self._mesh.device)
-        self.own_loss = self._group_tokens
+        self._group_weight = torch.zeros((), dtype=torch.float64, device=self._mesh.device)
+        self.own_loss = self._group_weight
         """Sum of this rank's losses alone."""
         self._works: list[dist.Work | None] | None = None
 
     @property
-    def own_tokens(self) -> Tensor:
-        """Tokens of the ranks that take this step together: all ranks, except with local SGD."""
-        return self._group_tokens if self._model.step_group.size < self._mesh.ranks else self.tokens
+    def own_weight(self) -> Tensor:
+        """Tokens, or pairs of preferences, of the ranks that take this step together: all ranks, except with local SGD."""
+        return self._group_weight if self._model.step_group.size < self._mesh.ranks else self.weight
 
     @property
     def loads(self) -> dict[str, Tensor]:
         """Tokens of each expert, by the router's name."""
-        return self._loads.split(self._sums[3:])
+        return self._loads.split(self._sums[_SUMS:])
 
     @property
     def stopped(self) -> int:
@@ -89,6 +99,13 @@ class StepTotals:
         if self._model.reports_loss:
             self.loss += loss
             self.tokens += batch.counted
+            self.weight += batch.weight
+
+    def add_pairs(self, preferred: Tensor, reward: Tensor) -> None:
+        """Of preferences: how many pairs are preferred, and the sum of their rewards."""
+        if self._model.reports_loss:
+            self.preferred += preferred
+            self.reward += reward
 
     def add_digest(self, batch: MicroBatch) -> None:
         if self._mesh.is_replica_leader:
@@ -100,11 +117,11 @@ class StepTotals:
     def start(self) -> None:
         """Starts the reductions, once per step: before those of the gradients, in the same order on every rank."""
         if self._works is None:
-            self._loads.put(self._sums[3:])
+            self._loads.put(self._sums[_SUMS:])
             self.own_loss = self.loss.clone()
             self._flags[1] = accelerator.of(self._mesh.device).max_memory_allocated()
             if self._model.step_group.size < self._mesh.ranks:
-                self._group_tokens = self._model.step_group.all_reduce(self.tokens.clone())
+                self._group_weight = self._model.step_group.all_reduce(self.weight.clone())
             self._works = [self._mesh.start_all_reduce(self._sums), self._mesh.start_all_reduce(self._flags, dist.ReduceOp.MAX)]
 
     def wait(self) -> None:

@@ -48,7 +48,7 @@ from phalanx.training.micro_batch import BatchFeed, step_seed
 from phalanx.training.run_progress import Progress, step_record, too_many_rollbacks, too_many_skipped
 from phalanx.training.sample_text import Sampler
 from phalanx.training.saving import Checkpointer
-from phalanx.training.step import Stepper
+from phalanx.training.step import Stepper, make_stepper
 from phalanx.training.step_totals import PAUSE, StopSignal
 
 _MAX_ROLLBACKS = 3
@@ -91,6 +91,8 @@ class Trainer:
         self.is_built = False
         self.ready = False
         """The state is complete: initialized, loaded or restored."""
+        self._has_weights = False
+        """The weights of `model.from` have been loaded."""
 
     # Build and restore.
 
@@ -99,9 +101,9 @@ class Trainer:
         self.hooks.on_phase("building")
         self.state = state = build(self.run, self.plan, self.mesh, Resources(self.checkpoints.parent / "offload"))
         self.sharded, self.optimizer, self.model = state.sharded, state.optimizer, state.sharded.parts[0]
-        self.stepper = Stepper(self.run, self.plan, state.sharded, state.experts, state.pipeline(self.run))
+        self.stepper = make_stepper(self.run, self.plan, state, state.pipeline(self.run))
         self.stepper.hooks = self.hooks
-        check = ReplicaCheck(self.run.resilience.check_every, state.sharded, state.tensors)
+        check = ReplicaCheck(self.run.resilience.check_every, state.sharded, lambda: state.frozen() | state.tensors())
         self.checkpointer.equal_step = lambda: check.last_agreed
         self.hooks.add(
             check,
@@ -119,19 +121,29 @@ class Trainer:
 
     def load_initial_weights(self) -> list[Event]:
         """Loads the weights that `model.from` names, if any: once, before the first step."""
+        events = [] if self.ready or self.progress.step else self._load_weights()
+        self.ready = True
+        return events
+
+    def _load_weights(self, *, resumed: bool = False) -> list[Event]:
+        """Loads the weights that `model.from` names: into the model and into what is frozen; after a restored checkpoint only into the
+        latter."""
         source = self.run.model.from_
-        if source is None or self.ready or self.progress.step:
-            self.ready = True
+        if source is None or self._has_weights:
             return []
         from phalanx.training import initial_weights  # imports file readers that most runs do not need
 
         started = time.perf_counter()
-        tensors = {name.partition("/")[2]: piece for name, piece in self.tensors().items() if name.startswith("model/")}
-        initial_weights.load(tensors, self.state.shapes, origin_folder(source))
-        if self.state.outer is not None:
+        # A checkpoint holds the trained model, but nothing that is frozen.
+        live = [self.state.frozen()] if resumed or self.sharded.adapters is not None else [self.tensors(), self.state.frozen()]
+        for model in live:
+            tensors = {name.partition("/")[2]: piece for name, piece in model.items() if name.startswith("model/")}
+            if tensors:
+                initial_weights.load(tensors, self.state.shapes, origin_folder(source))
+        if self.state.outer is not None and self.sharded.adapters is None and not resumed:
             self.state.outer.adopt()
         self._adopt_state()
-        self.ready = True
+        self._has_weights = True
         return [WeightsLoaded(path=source, seconds=time.perf_counter() - started)]
 
     def restore(self, path: Path | Location | None = None, *, until: int | None = None) -> list[Event]:
@@ -141,6 +153,8 @@ class Trainer:
         progress, events = self.checkpointer.restore(self.tensors(), path, until)
         if progress is None:
             return [*events, *self.load_initial_weights()]
+        if self.state.frozen():
+            events = [*self._load_weights(resumed=True), *events]
         self.progress = progress
         self.stepper.scale.restore(self.progress.loss_scale)
         self._adopt_state()
@@ -152,6 +166,8 @@ class Trainer:
     def _adopt_state(self) -> None:
         """Brings every copy of the parameters up to values that the optimizer did not write."""
         self.sharded.engine.updated()
+        if self.state.reference is not None:
+            self.state.reference.engine.updated()
         self.optimizer.adopt()
         self.hooks.on_state_replaced()
 

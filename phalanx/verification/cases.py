@@ -14,6 +14,7 @@ from phalanx.data.dataset import open_dataset
 from phalanx.launch.model_check import measure
 from phalanx.planning.planner import plan_run
 from phalanx.recovery.relayout import with_valid_settings
+from phalanx.spec.adapted_layers import adapted_layers, is_target, linear_layers
 from phalanx.spec.check import check
 from phalanx.spec.errors import RunError
 from phalanx.spec.layout import Layout, Schedule
@@ -190,7 +191,7 @@ def make_case(run: Run, *, ranks: int | None = None, steps: int = 8, gpus: Gpus 
     layout = _layout(run, ranks, notes)
     cluster = Cluster(device="cuda" if gpus else "cpu", threads=1)
     run = replace(run, layout=layout, cluster=cluster, checkpoint=Checkpoint())
-    run = _data(_sizes(run, notes), notes)
+    run = _adapters(_data(_sizes(run, notes), notes), notes)
     run = replace(run, optimizer=_optimizer(run, notes), precision=_precision(run, notes))
     run = replace(
         run, train=replace(run.train, steps=steps, tokens=None, eval_every=None, sample_every=None, sample_prompts=())
@@ -269,8 +270,29 @@ def _sizes(run: Run, notes: list[str]) -> Run:
     return replace(run, model=replace(model, from_=None), train=train)
 
 
+def _adapters(run: Run, notes: list[str]) -> Run:
+    """LoRA adapters that suit the small model: its matrices may be too small for their rank, or lack some of the targets."""
+    lora, rank = run.lora, run.lora.rank
+    if rank is None or run.model.module is not None:
+        return run
+    targets = tuple(target for target in lora.targets if any(is_target(name, (target,)) for name in linear_layers(run.model)))
+    if targets != lora.targets:
+        notes.append(f"Adapters are on {', '.join(targets) or 'all linear layers'}: the small model lacks other targets.")
+    lora = replace(lora, targets=targets)
+    smallest = min(min(shape[-2:]) for shape in adapted_layers(run.model, lora).values())
+    if rank > smallest:
+        notes.append(f"lora.rank is {smallest} instead of {rank}, for matrices as small as these.")
+        lora = replace(lora, rank=smallest, alpha=lora.scale * smallest)
+    return replace(run, lora=lora)
+
+
 def _data(run: Run, notes: list[str]) -> Run:
     data = replace(run.data, eval_fraction=0.0)
+    if run.train.objective == "dpo":
+        if not data.documents:
+            notes.append("Random pairs of texts replace its preferences.")
+            data = Data(source="preferences", documents=random_pairs(run.train.seed), eval_fraction=0.0)
+        return replace(run, data=data)
     is_local = kind(data) in ("stdlib", "memory", "text") and not any("://" in path for path in data.paths)
     if data.tokenizer == "byte" and is_local and not data.mix:
         return replace(run, data=data)
@@ -286,6 +308,13 @@ def random_documents(seed: int, count: int = 300) -> tuple[str, ...]:
     """Random texts of uneven lengths. Most windows hold several, so that masks and ignored targets are exercised."""
     dice = random.Random(seed)
     return tuple("".join(chr(dice.randrange(32, 127)) for _ in range(dice.choice([2, 5, 9, 17, 60]))) for _ in range(count))
+
+
+def random_pairs(seed: int, count: int = 120) -> tuple[str, ...]:
+    """Chosen and rejected texts in turn, of uneven lengths, so that some windows hold several pairs."""
+    dice = random.Random(seed)
+    lengths = [length for _ in range(count) for length in (dice.choice([2, 3, 5, 9]), dice.choice([2, 4, 7, 10]))]
+    return tuple("".join(chr(dice.randrange(32, 127)) for _ in range(length)) for length in lengths)
 
 
 def _optimizer(run: Run, notes: list[str]) -> Optimizer:

@@ -115,9 +115,9 @@ def record_steps(trainer: Trainer, steps: int, disturbance: float = 0.0) -> Iter
 
 
 def _parameters(trainer: Trainer) -> dict[str, ShardValue]:
-    """The model state that a checkpoint would store."""
+    """The model state that a checkpoint would store, and what is frozen."""
     values = {}
-    for name, piece in trainer.tensors().items():
+    for name, piece in (trainer.state.frozen() | trainer.tensors()).items():
         if name.startswith("model/"):
             tensor = piece.tensor if isinstance(piece.tensor, Tensor) else piece.tensor.read()
             values[name.removeprefix("model/")] = tensor.detach(), ParamShard(piece.slice)
@@ -286,5 +286,5 @@ def _totals(now: Sequence[StepRecord]) -> tuple[float, str]:
     """Mean loss, token count and digest of the whole batch, from the replicas' parts."""
     outcomes = [record.outcome for record in now if record.outcome is not None]
     tokens = sum(outcome.tokens for outcome in outcomes)
-    loss = sum(outcome.loss * outcome.tokens for outcome in outcomes) / tokens
+    loss = sum(outcome.loss * outcome.weight for outcome in outcomes) / sum(outcome.weight for outcome in outcomes)
     return loss, "" if now[0].skipped else f"{tokens} {sum(int(outcome.digest, 16) for outcome in outcomes):x}"

@@ -23,13 +23,16 @@ from torch import nn
 from phalanx import accelerator
 from phalanx.checkpointing.hf_folder import WeightsFolder
 from phalanx.models import hf_mapping
+from phalanx.models.custom import axes
 from phalanx.models.init import build, reset_buffers
 from phalanx.spec import hf_config
-from phalanx.spec.errors import RunError
+from phalanx.spec.adapted_layers import is_target
+from phalanx.spec.errors import RunError, refuse, toml
 from phalanx.spec.load import loads
 from phalanx.spec.origin import origin_folder
 from phalanx.spec.plan import Size
 from phalanx.spec.run import Run
+from phalanx.transforms import lora
 from phalanx.transforms.blocks import blocks
 from phalanx.transforms.precision import computing
 
@@ -52,6 +55,7 @@ def print_size(ask: Callable[[], Size]) -> None:
 def measure(run: Run) -> Size:
     """Check the run's model and count its parameters."""
     model = build(run.model)
+    trained = _adapters(run, model)
     if run.model.module is not None:
         try_cuts(run, model)
         try_forward(run, model)
@@ -67,7 +71,8 @@ def measure(run: Run) -> Size:
     return Size(
         parameters=parameters,
         active=parameters,
-        flops_per_token=6.0 * multiplied,
+        flops_per_token=6.0 * multiplied if trained is None else 4.0 * multiplied + 6.0 * trained,
+        trained=trained,
         width=max((w.shape[1] for w in looked_up.values()), default=run.model.dim),
         blocks=len(list(getattr(model, "blocks", nn.ModuleList()).children())),
     )
@@ -90,6 +95,21 @@ def try_cuts(run: Run, model: nn.Module) -> None:
 
         with dry_build(run, layout, 0):
             pass
+
+
+def _adapters(run: Run, model: nn.Module) -> int | None:
+    """Parameters of the LoRA adapters of a model; None without LoRA. Raises RunError if one of its targets is no layer of the model."""
+    if run.lora.rank is None:
+        return None
+    known, targets = lora.layers(model, axes(run.model.module)), run.lora.targets or ("blocks.*",)
+    problems = [
+        f"lora.targets: {toml(target)} is no linear layer of the model; its layers are {', '.join(list(known)[:8]) or 'none'}"
+        for target in targets
+        if not any(is_target(name, (target,)) for name in known)
+    ]
+    refuse(problems)
+    adapters = lora.apply([copy := build(run.model)], run.lora, axes(run.model.module))
+    return sum(parameter.numel() for name, parameter in copy.named_parameters() if name in adapters.names)
 
 
 def try_forward(run: Run, model: nn.Module) -> None:

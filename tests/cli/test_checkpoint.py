@@ -311,7 +311,7 @@ BAD = {
     "missing run file": (["inspect", "one", "--layout", "none.toml"], "none.toml"),
     "taken place": (["reshard", "one", "tensor=2", "one"], "one already exists"),
     "unknown name": (["inspect", "one", "--names", "nose"], "--names nose: one/checkpoints/step-00000003 has no such tensor"),
-    "unknown format": (["export", "one", "out", "--format", "onnx"], "--format onnx: choose hf, safetensors, torch"),
+    "unknown format": (["export", "one", "out", "--format", "onnx"], "--format onnx: choose hf, peft, safetensors, torch"),
     "unknown dtype": (
         ["export", "one", "out", "--format", "torch", "--dtype", "int8"],
         "--dtype int8: choose fp32, bf16, fp16",

@@ -14,7 +14,7 @@ import pytest
 from in_process import tokenize_in_process
 from small_tokenizers import CHATML, save_bpe
 
-from phalanx.data import chat, ingest, record_readers
+from phalanx.data import chat, ingest, preferences, record_readers
 from phalanx.data.ingest import tokenize_into
 from phalanx.data.token_files import TokenFiles, TokenMeta
 from phalanx.data.tokenizer import open_tokenizer
@@ -99,6 +99,7 @@ def test_every_reason_for_a_bad_record_is_documented() -> None:
         record_readers.MISSING,
         record_readers.NOT_TEXT,
     }
+    reasons |= {preferences.SAME, preferences.TOO_LONG}
     reasons |= {record_readers.EMPTY, chat.MESSAGES, chat.NO_ANSWER, chat.REFUSED, chat.UNCLEAR}
     text = (Path(__file__).parents[2] / "docs" / "data.md").read_text()
     table = text.split("| reason | when |")[1].split("\n\n")[0]

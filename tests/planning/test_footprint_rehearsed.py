@@ -14,7 +14,7 @@ from phalanx.planning.search.space import all_columns, given_space, pick
 from phalanx.spec.layout import Layout
 from phalanx.spec.model import PRESETS, ModelSpec
 from phalanx.spec.plan import Plan
-from phalanx.spec.run import Data, Memory, Precision, Run, Train
+from phalanx.spec.run import Data, Lora, Memory, Precision, Run, Train
 
 
 def case(
@@ -29,10 +29,28 @@ def case(
     return replace(run, layout=layout), layout
 
 
+def adapted(given: tuple[Run, Layout], rank: int = 8) -> tuple[Run, Layout]:
+    """The same with LoRA adapters."""
+    run, layout = given
+    return replace(run, lora=Lora(rank=rank)), layout
+
+
+def preferring(given: tuple[Run, Layout]) -> tuple[Run, Layout]:
+    """The same with DPO, whose reference is a second model without adapters."""
+    run, layout = given
+    return replace(
+        run, train=replace(run.train, objective="dpo"), data=Data(source="preferences", documents=("a", "b"))
+    ), layout
+
+
 TINY = ModelSpec(vocab=1024, dim=256, layers=2, heads=4, kv_heads=2, context=256)
 QUICK = [
     case(TINY, 2, 8, 256, Layout(data=1), micro_batch=4),
     case(TINY, 2, 8, 256, Layout(data=1, shard=2, zero=1), micro_batch=4),
+    adapted(case(TINY, 2, 8, 256, Layout(data=1), micro_batch=4)),
+    adapted(case(TINY, 2, 8, 256, Layout(data=1, shard=2, zero=1), micro_batch=4)),
+    preferring(case(TINY, 2, 8, 256, Layout(data=1, shard=2, zero=3), micro_batch=4)),
+    preferring(adapted(case(TINY, 2, 8, 256, Layout(data=1), micro_batch=4))),
 ]
 LONG = [
     case("llama3-8b", 4, 1, 4096, Layout(data=1)),
@@ -62,6 +80,12 @@ LONG = [
     case("deepseek-v3", 5, 4, 4096, Layout(data=1, shard=4, tensor=2, sequence=True, zero=1, expert=8), recompute="selective"),
     case("gpt2-124m", 12, 8, 1024, Layout(data=1), micro_batch=8),
     case("qwen3-8b", 4, 1, 4096, Layout(data=1)),
+    adapted(case("llama3-8b", 4, 1, 4096, Layout(data=1), recompute="selective")),
+    adapted(case("llama3-8b", 4, 8, 4096, Layout(data=1, shard=8, zero=3))),
+    adapted(case("llama3-70b", 4, 4, 8192, Layout(data=1, shard=2, zero=3, tensor=8))),
+    adapted(case("llama3-8b", 8, 8, 4096, Layout(data=1, pipeline=4))),
+    preferring(case("llama3-8b", 4, 8, 4096, Layout(data=1, shard=8, zero=3))),
+    preferring(case("llama3-8b", 8, 8, 4096, Layout(data=1, pipeline=4))),
 ]  # fmt: skip
 
 

@@ -15,12 +15,13 @@ def run(*overrides: str) -> Run:
 
 def test_keys_are_dotted_and_decide_what_is_computed() -> None:
     keys = identity(run())
-    assert {key.split(".")[0] for key in keys} == {"model", "data", "train", "optimizer", "precision"}
+    assert {key.split(".")[0] for key in keys} == {"model", "data", "train", "optimizer", "lora", "dpo", "precision"}
     assert {key for key in keys if key.startswith("train.")} == {
         "train.batch",
         "train.sequence_length",
         "train.seed",
         "train.clip",
+        "train.objective",
     }
     assert "data.prefetch" not in keys
     assert keys["model.dim"] == 256

@@ -45,11 +45,18 @@ ROWS: dict[str, Row] = {
     "short states": ("dense", {"shard": 2}, ("precision.optimizer=bf16",)),
     "muon": ("dense", {"shard": 2, "tensor": 2}, ("optimizer.name=muon",)),
     "muon, pipeline": ("moe", {"pipeline": 2, "data": 2}, ("optimizer.name=muon",)),
+    "adapters": ("dense", {"shard": 2, "tensor": 2}, ("lora.rank=3",)),
+    "adapters of experts, pipeline": (
+        "moe",
+        {"pipeline": 2, "data": 2, "expert": 2},
+        ("lora.rank=3", 'lora.targets=["query", "down"]'),
+    ),
+    "adapters, local steps": ("dense", {"data": 2}, ("lora.rank=3", "optimizer.sync_every=3")),
     "local steps": ("dense", {"data": 2}, ("optimizer.sync_every=3",)),  # twenty steps end amid a round
     "local steps × zero-3": ("moe", {"data": 2, "shard": 2}, ("optimizer.sync_every=7",)),
     "local steps, states in files": ("dense", {"data": 2}, ("optimizer.sync_every=3", *NVME)),
 }
-QUICK = ["pipeline, zbv", "experts", "states in files, pipeline", "local steps"]
+QUICK = ["pipeline, zbv", "experts", "states in files, pipeline", "local steps", "adapters"]
 
 
 def run_of(row: Row, steps: int, compute: str) -> Run:

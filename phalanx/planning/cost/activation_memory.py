@@ -231,8 +231,9 @@ def head_activations(jobs: JobTable) -> HeadActivations:
     each = np.where(divided, np.where(on_cpu, np.where(low, 10, 8), 2 * size), 12) * columns
     in_chunk = np.where(on_cpu, each, size * columns)  # a GPU's kernel writes the gradient in place of the logits
     logits = np.where(divided, size, 4) * columns
-    gradients = size * jobs.dim * tokens + size * jobs.dim * columns  # both gradients, next to the loss
-    chunked = np.minimum(chunk, tokens) * in_chunk + gradients + size * jobs.dim * tokens + 4 * jobs.dim * columns
+    trained = np.where(jobs.adapters > 0, 0.0, jobs.dim * columns)  # the head's weight, unless it is frozen below LoRA adapters
+    gradients = size * jobs.dim * tokens + size * trained  # both gradients, next to the loss
+    chunked = np.minimum(chunk, tokens) * in_chunk + gradients + size * jobs.dim * tokens + 4 * trained
     return HeadActivations(
         states=states * depths,
         kept=np.where(chunk > 0, gradients, tokens * logits * depths),

@@ -20,7 +20,7 @@ from phalanx.planning.cost.activation_memory import (
     recomputed_fraction,
     residual_stream,
 )
-from phalanx.planning.cost.job_table import RECOMPUTE, JobTable, in_chunks
+from phalanx.planning.cost.job_table import RECOMPUTE, JobTable, has_reference_copy, in_chunks, trained_fraction
 from phalanx.planning.cost.schedule_cost import CODE, FORWARDS_FIRST, SPLITS_BACKWARD, V_SHAPED, deferred, in_flight
 from phalanx.planning.machines.rates import Column
 
@@ -85,7 +85,7 @@ def _rank_footprint(
     """Memory of one rank at a step's worst moment: at the loss, in a block's backward, or at the embedding's gradient."""
     stages, spread, pipelined = jobs.stages, jobs.shard > 1, jobs.pipeline > 1
     held = rank_sizes(jobs, sizes, share)
-    parameters, gradients, optimizer = state_bytes(held, *parameter)
+    parameters, gradients, optimizer = state_bytes(jobs, held, *parameter)
     unit = (block.dense * (share.blocks - share.sparse) + block.sparse * share.sparse) / stages
     unit = unit + block.sparse * jobs.mtp_depth * share.has_head
     at_end = _waiting_at_last_stage(jobs, share)
@@ -99,7 +99,9 @@ def _rank_footprint(
     # The embedding's gradient is allocated when the activations of its micro-batch are freed.
     masters = has_masters(jobs)
     at_embedding = (
-        np.where(spread | masters, 0.0, 4.0 * sizes.table * share.has_embedding) - unit - casts_kept / share.in_flight
+        np.where(spread | masters | (jobs.adapters > 0), 0.0, 4.0 * sizes.table * share.has_embedding)
+        - unit
+        - casts_kept / share.in_flight
     )
     left, whole = _zero2_in_transit(jobs, held, sizes, share)
     worst = np.maximum(np.maximum(at_loss, in_backward), np.maximum(at_embedding, whole - unit))
@@ -149,6 +151,8 @@ def _gradients_in_transit(jobs: JobTable, held: RankSizes, sizes: PartSizes, sha
     """Gradients in transit while activations are still there: first the head's, then those of blocks, three buckets at a
     time. A pipeline sends its gradients after the last backward. Without sharding, one matrix is cast before it enters its
     bucket, unless master weights are kept apart: then gradients are where the backward puts them, or are added to sums in fp32."""
+    if np.all(jobs.adapters > 0):
+        return trained_fraction(jobs) * (held.dense + held.experts) * jobs.wire  # all of them are little
     head = sizes.table * share.has_head
     buckets = np.maximum(
         _buckets(jobs, held, sizes), np.minimum(head * (1 + 1 / jobs.shard), held.dense + held.experts) * jobs.wire
@@ -163,7 +167,7 @@ def _gradients_in_transit(jobs: JobTable, held: RankSizes, sizes: PartSizes, sha
 def _buckets(jobs: JobTable, held: RankSizes, sizes: PartSizes) -> Column:
     """Bytes of three buckets of a block's gradients, with what a reduce-scatter makes of them."""
     three = 3 * np.maximum(sizes.matrix, _BUCKET / 4) * (1 + 1 / jobs.shard)
-    return np.minimum(three, held.dense + held.experts) * jobs.wire
+    return np.minimum(three, trained_fraction(jobs) * (held.dense + held.experts)) * jobs.wire
 
 
 def _zero2_in_transit(jobs: JobTable, held: RankSizes, sizes: PartSizes, share: PipelineShare) -> tuple[Column, Column]:
@@ -174,6 +178,7 @@ def _zero2_in_transit(jobs: JobTable, held: RankSizes, sizes: PartSizes, share: 
         return 0.0, 0.0
     last = (sizes.table * share.has_embedding + sizes.matrix) * jobs.wire * (1 + 1 / jobs.shard)
     whole = np.where(jobs.compute_bytes < 4, 2, 4) * (held.dense + held.experts) / jobs.stages
+    last, whole = (trained_fraction(jobs) * size for size in (last, whole))
     return np.where(second & (jobs.accumulation > 1.5), last, 0.0), np.where(second & (jobs.pipeline > 1), whole, 0.0)
 
 
@@ -186,7 +191,7 @@ def _waiting_at_last_stage(jobs: JobTable, share: PipelineShare) -> Column:
 
 def _casts(jobs: JobTable, held: RankSizes, sizes: PartSizes, share: PipelineShare, at_end: Column) -> tuple[Column, Column]:
     """Autocast's 16-bit copies of fp32 weights: (bytes that every forward in flight keeps, bytes while one forward runs)."""
-    plain = (jobs.shard == 1) & (jobs.compute_bytes < 4) & np.logical_not(has_masters(jobs))
+    plain = (jobs.shard == 1) & (jobs.compute_bytes < 4) & np.logical_not(has_masters(jobs)) & (jobs.adapters == 0)
     blocks = 2.0 * (held.dense + held.experts - held.tables) / jobs.stages
     head = 2.0 * sizes.table * share.has_head
     again, some = recomputed_fraction(jobs), jobs.recompute > 0
@@ -207,7 +212,8 @@ def _gathered(jobs: JobTable, held: RankSizes, sizes: PartSizes, unit: Column) -
     staged = np.where(SPLITS_BACKWARD[jobs.schedule], size * everything, left)
     gathered = np.where(pipelined, staged, size * held.tables)
     # Two gathered blocks and the gradient of one, or the reduced gradient of one in transit.
-    in_block = np.where(pipelined, 0.0, np.maximum(3 * size, jobs.wire) * block)
+    gradient = np.where(jobs.adapters > 0, 2 * size, np.maximum(3 * size, jobs.wire))  # frozen blocks have none
+    in_block = np.where(pipelined, 0.0, gradient * block)
     return np.where(third, gathered, 0.0), np.where(third, in_block, 0.0)
 
 
@@ -348,14 +354,25 @@ def parameter_bytes(jobs: JobTable, sizes: PartSizes) -> tuple[ParameterBytes, P
     return dense, each(sizes.expert_shard, sizes.expert_shard == 1)
 
 
-def state_bytes(sizes: RankSizes, dense: ParameterBytes, experts: ParameterBytes) -> tuple[Column, Column, Column]:
-    """Bytes of parameters, gradients and optimizer states."""
+def state_bytes(
+    jobs: JobTable, sizes: RankSizes, dense: ParameterBytes, experts: ParameterBytes
+) -> tuple[Column, Column, Column]:
+    """Bytes of parameters, gradients and optimizer states. Those of LoRA adapters come on top of frozen parameters in the format of
+    computing, which have neither gradients nor master weights."""
     exact = sizes.fp32 * 4.0
-    return (
-        sizes.dense * dense.parameter + sizes.experts * experts.parameter + exact,
-        sizes.dense * dense.gradient + sizes.experts * experts.gradient + exact,
-        (sizes.dense + sizes.fp32) * dense.state + sizes.experts * experts.state,
+    trained = (
+        sizes.dense * dense.parameter + sizes.experts * experts.parameter,
+        sizes.dense * dense.gradient + sizes.experts * experts.gradient,
+        sizes.dense * dense.state + sizes.experts * experts.state,
     )
+    part = np.where((jobs.zero == 3) & (jobs.shard > 1), jobs.shard, 1.0)
+    frozen = (sizes.dense + sizes.experts) * jobs.compute_bytes / part + exact
+    if not np.any(jobs.adapters > 0):
+        parameters, gradients, states = trained
+        copy = np.where(has_reference_copy(jobs), frozen, 0.0)
+        return parameters + exact + copy, gradients + exact, states + sizes.fp32 * dense.state
+    parameters, gradients, states = (trained_fraction(jobs) * each for each in trained)
+    return frozen + parameters, gradients, states
 
 
 class PipelineShare(NamedTuple):

@@ -76,6 +76,10 @@ class JobTable:
     """Width of the part of a head that rotary positions rotate."""
     qk_norm: Column = 0
     """1: queries and keys are normalized."""
+    adapters: Column = 0
+    """LoRA: parameters of the adapters, as a fraction of the model's, which are frozen. 0: no adapters, and all parameters are trained."""
+    reference: Column = 0
+    """1: DPO, whose reference computes a forward of every micro-batch too."""
 
     # The batch
     sequence: Column
@@ -161,6 +165,16 @@ class JobTable:
     def size(self) -> int:
         """Number of jobs."""
         return math.prod(np.broadcast_shapes(*{np.shape(getattr(self, column.name)) for column in fields(self)}))
+
+
+def has_reference_copy(jobs: JobTable) -> Column:
+    """Whether a second, frozen model computes the reference of DPO: the one below LoRA adapters needs no copy."""
+    return (jobs.reference > 0) & (jobs.adapters == 0)
+
+
+def trained_fraction(jobs: JobTable) -> Column:
+    """Parameters that have gradients and optimizer states, as a fraction of the model's."""
+    return np.where(jobs.adapters > 0, jobs.adapters, 1.0) if np.any(jobs.adapters > 0) else 1.0
 
 
 def take(table: Any, rows: Any) -> Any:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from phalanx.planning.cost.job_table import METHODS, RECOMPUTE, JobTable, in_chunks
+from phalanx.planning.cost.job_table import METHODS, RECOMPUTE, JobTable, in_chunks, trained_fraction
 from phalanx.planning.cost.schedule_cost import bubble, overlapped_fraction
 from phalanx.planning.machines.rates import Column, Rates
 
@@ -38,7 +38,7 @@ def _judge(jobs: JobTable, rates: Rates) -> Times:
     forward = gpu_forward + late_forward
     count = jobs.accumulation
     added = accumulation_seconds(jobs, rates, parameters) * (1 - 1 / count)
-    weight = layers * block.matrices + added
+    weight = layers * block.weight * block.matrices + added
     backward = gpu_backward + late_backward + added
     # The last stage has the head; where layers do not divide evenly, it has fewer layers.
     of_block = block.whole + recomputed + communicating + communicating_backward
@@ -46,13 +46,15 @@ def _judge(jobs: JobTable, rates: Rates) -> Times:
     uneven = np.where(rates.balanced > 0, of_head / jobs.pipeline, np.maximum(0.0, of_head - slack * of_block))
     extra = np.where(jobs.pipeline > 1, uneven, of_head)
 
+    # The reference of DPO: one more forward, with its communication.
+    referring = (jobs.reference > 0) * (gpu_forward + head.forward)
     one_hop = _hop(jobs, rates)
     # Selectively recomputed and compiled blocks compute both halves of a backward at once.
     deferred = np.where((jobs.recompute == RECOMPUTE.index("selective")) | (jobs.compiled > 0), rates.splits, 1.0) * weight
     waited, hops = bubble(jobs, count, forward, backward - deferred, deferred)
     repeated = _repeated(jobs, rates)
     parts = {
-        "compute": count * (layers * (block.whole + recomputed - repeated * communicating) + extra + added),
+        "compute": count * (layers * (block.whole + recomputed - repeated * communicating) + extra + added + referring),
         "launch": count * (late_forward + late_backward),
         **{name: count * layers * (once + exposed_backward[name] + repeated * once) for name, once in exposed.items()},
         "data": data_seconds(jobs, rates, parameters, count, forward + backward),
@@ -219,7 +221,9 @@ def rank_parameters(jobs: JobTable, layers: Column) -> RankParameters:
 def accumulation_seconds(jobs: JobTable, rates: Rates, parameters: RankParameters) -> Column:
     """Seconds to add a micro-batch's gradients to the fp32 sum, partly hidden by matrix products; few if sharded."""
     kept = np.where(jobs.zero == 3, jobs.shard, 1)
-    return rates.adding * (parameters.dense + parameters.experts) / kept / (jobs.bandwidth * rates.memory)
+    return (
+        rates.adding * trained_fraction(jobs) * (parameters.dense + parameters.experts) / kept / (jobs.bandwidth * rates.memory)
+    )
 
 
 def data_seconds(jobs: JobTable, rates: Rates, parameters: RankParameters, count: Column, busy: Column) -> Column:
@@ -229,8 +233,9 @@ def data_seconds(jobs: JobTable, rates: Rates, parameters: RankParameters, count
     inner = group(jobs, rates, shards, jobs.tensor)
     outer = group(jobs, rates, jobs.data, jobs.tensor * shards)
     every = group(jobs, rates, jobs.data * shards, jobs.tensor)
-    gradient, value = jobs.wire, jobs.compute_bytes
-    gathered = np.where(jobs.gathered > 0, jobs.gathered, value)
+    # Frozen parameters are gathered, but have no gradients; nor do their values change.
+    gathered = np.where(jobs.gathered > 0, jobs.gathered, jobs.compute_bytes)
+    gradient, value = trained_fraction(jobs) * jobs.wire, trained_fraction(jobs) * jobs.compute_bytes
     each = (2 * gathered + gradient) * parameters.dense * inner.per_byte + 3 * inner.latency * jobs.layers / jobs.pipeline
     replicated = 2 * gradient * parameters.dense / np.maximum(shards, 1) * outer.per_byte + 2 * outer.latency
     plain = (gradient + value) * parameters.dense * every.per_byte + 2 * every.latency * jobs.layers / jobs.pipeline
@@ -251,14 +256,14 @@ def optimizer_seconds(jobs: JobTable, rates: Rates, parameters: RankParameters) 
     mine = parameters.dense / (jobs.shard * jobs.context) + parameters.experts / np.minimum(jobs.shard * jobs.context, same)
     # Two moments of 4 bytes make 16 of the 28 bytes that are read and written.
     size = rates.optimizer_bytes * (12 + 2 * jobs.moments) / 28
-    return size * mine / (jobs.bandwidth * rates.memory)
+    return trained_fraction(jobs) * size * mine / (jobs.bandwidth * rates.memory)
 
 
 def offload_seconds(jobs: JobTable, parameters: RankParameters, count: Column, layers: Column, busy: Column) -> Column:
     """Seconds of offload: optimizer states cross to the host and back every step; activations do so every micro-batch,
     behind computing."""
     mine = (parameters.dense + parameters.experts) / (jobs.shard * jobs.context)
-    states = np.where(jobs.offload > 0, 16.0 * mine / jobs.host_bandwidth, 0.0)
+    states = np.where(jobs.offload > 0, 16.0 * trained_fraction(jobs) * mine / jobs.host_bandwidth, 0.0)
     states = np.where(jobs.offload > 1, 8 * states, states)
     if not np.any(jobs.activations_on_host > 0):
         return states
@@ -280,6 +285,8 @@ class BlockTime(NamedTuple):
     """Attention in the backward."""
     moved: Column
     """Memory-bound work of the forward; the backward takes twice as long."""
+    weight: Column = 1.0
+    """Of the weight backward, the fraction that is computed: little of it if the matrices are frozen."""
 
     @property
     def forward(self) -> Column:
@@ -288,7 +295,7 @@ class BlockTime(NamedTuple):
     @property
     def whole(self) -> Column:
         """Forward and both halves of the backward."""
-        return 3 * self.matrices + self.attention + self.attention_backward + 3 * self.moved
+        return (2 + self.weight) * self.matrices + self.attention + self.attention_backward + 3 * self.moved
 
 
 def sparse_fraction(jobs: JobTable) -> Column:
@@ -325,7 +332,10 @@ def block_time(jobs: JobTable, rates: Rates) -> BlockTime:
     merged = 12.0 * jobs.value_width * ring * (jobs.context - 1) / (jobs.bandwidth * rates.memory)
     drained = rates.kernels * rates.drain * np.where(jobs.compiled > 0, rates.fused, 1.0)
     moved = moved + tokens / tensor * (unfused + merged) + drained
-    return BlockTime(matrices, forward, forward * (2.5 / rates.attention_backward), moved)
+    adapted = jobs.adapters > 0
+    # The products of LoRA adapters, next to those of the frozen matrices.
+    matrices = matrices * (1 + adapted * jobs.adapters)
+    return BlockTime(matrices, forward, forward * (2.5 / rates.attention_backward), moved, trained_fraction(jobs))
 
 
 def _traced_block(jobs: JobTable, rates: Rates) -> BlockTime:
@@ -398,7 +408,7 @@ def head_time(jobs: JobTable, rates: Rates) -> BlockTime:
     rows = 1 + rates.knee * (1 / jobs.dim + 1 / jobs.tokens)
     matrices = tokens * rows * (2 * jobs.dim * jobs.vocab / (jobs.peak16 * rates.gemm))
     moved = tokens * (rates.logits * jobs.vocab / (jobs.bandwidth * rates.memory))
-    return BlockTime(matrices, 0.0, 0.0, moved)
+    return BlockTime(matrices, 0.0, 0.0, moved, np.where(jobs.adapters > 0, 0.0, 1.0))
 
 
 # --- messages ---

@@ -19,6 +19,7 @@ from phalanx.planning.cost.schedule_cost import SPLITS_BACKWARD
 from phalanx.planning.cost.step_time import step_times
 from phalanx.planning.machines.rates import Rates
 from phalanx.planning.search.space import SELECTIVE, Columns, Space, pick, stack
+from phalanx.spec.adapted_layers import trained_parameters
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -302,7 +303,7 @@ def host_bytes(space: Space, rows: Columns, offload: Any) -> Any:
     """Bytes of one host's memory that offloaded states take: master weights and moments of every parameter that its ranks
     own."""
     moments = 4 if space.run.precision.optimizer == "bf16" else 8
-    everywhere = space.run.model.parameters() * (4 + moments) * rows["data"] * rows["context"]
+    everywhere = trained_parameters(space.run.model, space.run.lora) * (4 + moments) * rows["data"] * rows["context"]
     return np.where(offload == OFFLOAD.index("cpu"), everywhere / space.gpus * min(space.hardware.node, space.gpus), 0.0)
 
 

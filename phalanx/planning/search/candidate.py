@@ -14,6 +14,7 @@ from phalanx.planning.machines.cluster import Hardware
 from phalanx.planning.machines.rates import Rates
 from phalanx.planning.search.space import Columns, Space, at, layout_of, pick
 from phalanx.recovery.relayout import replicated_elsewhere
+from phalanx.spec.adapted_layers import flops_per_token, trained_parameters
 from phalanx.spec.layout import FIXED_STAGES, Layout
 from phalanx.spec.run import Memory
 
@@ -180,7 +181,7 @@ def _candidate(space: Space, jobs: JobTable, memory: Footprint, times: Times, ro
     run, hardware = space.run, space.hardware
     layout = layout_of(run, jobs, row)
     tokens = run.batch_tokens / seconds
-    state = saved_bytes(run.model.parameters(), layout)
+    state = saved_bytes(trained_parameters(run.model, run.lora), layout)
     unsaved = None if run.checkpoint.save else _undone(layout, hardware, seconds, run.steps)
     maintenance = upkeep(hardware, state=state, ranks=space.gpus, step=seconds, unsaved=unsaved)
     price, energy = price_and_energy(hardware, space.gpus, seconds * run.steps / maintenance.goodput)
@@ -202,7 +203,7 @@ def _candidate(space: Space, jobs: JobTable, memory: Footprint, times: Times, ro
         split={part: float(at(column, row)) for part, column in times.parts.items()},
         pieces={piece: float(at(column, row)) for piece, column in times.pieces.items()},
         tokens_per_second=tokens,
-        mfu=tokens * run.model.flops_per_token(run.train.sequence_length) / peak if peak else None,
+        mfu=tokens * flops_per_token(run.model, run.lora, run.train.sequence_length) / peak if peak else None,
         days=seconds * run.steps / _DAY,
         goodput=maintenance.goodput,
         save_every=maintenance.save_every,

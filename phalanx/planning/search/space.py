@@ -15,6 +15,7 @@ import numpy.typing as npt
 from phalanx.planning.cost.job_table import METHODS, OFFLOAD, RECOMPUTE, SCHEDULES, JobTable, machine_columns, model_columns
 from phalanx.planning.cost.schedule_cost import SPLITS_BACKWARD
 from phalanx.planning.machines.cluster import Hardware
+from phalanx.spec.adapted_layers import adapter_parameters
 from phalanx.spec.check_layout import leaves_empty_part
 from phalanx.spec.errors import divisors as divisors_of
 from phalanx.spec.layout import FIXED_STAGES, Layout, Schedule, default_stages
@@ -121,6 +122,8 @@ class Space:
             "kv_rank": model.mla.kv_rank if model.mla else 0,
             "rotated": model.rotated if model.positions == "rope" else 0,
             "qk_norm": int(model.qk_norm),
+            "reference": int(run.train.objective == "dpo"),
+            "adapters": adapter_parameters(model, run.lora) / model.parameters(),
             "recompute_every": memory.recompute_every,
             "moments": (2 if run.precision.optimizer == "bf16" else 4)
             * run.optimizer.traits.moments,  # of the matrices at least
@@ -147,7 +150,7 @@ class Space:
         degrees = np.asarray(tensor, np.int64)
         if memory.compile is None:
             open_["compiled"] = ((degrees == 1) & ~SPLITS_BACKWARD[np.asarray(schedule, np.int64)]).astype(np.int64)
-        if memory.loss_chunk is None:
+        if memory.loss_chunk is None and run.train.objective != "dpo":  # which needs the loss of every token
             rows = _LOGITS / (2.0 * run.model.rows) * np.arange(1, degrees.max(initial=1) + 1)
             open_["loss_chunk"] = np.maximum(2 ** np.floor(np.log2(rows)), _MIN_CHUNK)[degrees - 1]
         return open_

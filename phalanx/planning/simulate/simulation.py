@@ -20,6 +20,7 @@ from phalanx.planning.simulate.simulated_run import TIME_USES, SaveSchedule, Sce
 from phalanx.recovery.policy import WINDOW
 from phalanx.recovery.relayout import replicated_elsewhere
 from phalanx.schedules.makers import schedule_for
+from phalanx.spec.adapted_layers import trained_parameters
 from phalanx.spec.check_layout import layout_findings
 from phalanx.spec.errors import RunError
 from phalanx.spec.layout import Layout
@@ -73,7 +74,7 @@ class ClusterModel:
         self._on = cache(self._evaluated)
         self.step = candidate.seconds
         self.used = -(-candidate.layout.ranks // hardware.node)
-        state = saved_bytes(run.model.parameters(), candidate.layout)
+        state = saved_bytes(trained_parameters(run.model, run.lora), candidate.layout)
         unsaved = None if run.checkpoint.save else candidate.seconds
         costs = upkeep(hardware, state=state, ranks=candidate.layout.ranks, step=candidate.seconds, unsaved=unsaved)
         self.mtbf = costs.mtbf
