@@ -11,6 +11,7 @@ from typing import NamedTuple
 from phalanx.checkpointing import directory
 from phalanx.checkpointing.location import Local, Location, open_location
 from phalanx.spec.errors import RunError
+from phalanx.spec.hub import MODEL, HubError, pin, remote_name
 
 _EXAMPLE = "runs/quickstart/checkpoints/step-00000300"
 _RUN_FILE = "run.toml"
@@ -103,6 +104,17 @@ def existing_location(path: Path | str) -> Location:
         what = "is a URL that there is nothing at" if is_url(path) else "is not a directory"
         raise RunError(f"{path} {what}: name a checkpoint such as {_EXAMPLE}, or a run directory.")
     return place
+
+
+def pin_model(path: Path | str, expected: str = f"name a checkpoint such as {_EXAMPLE}, or a run directory") -> Path | str:
+    """A name of the Hugging Face hub with its commit, if there is no such path; anything else as it is. RunError, with what was `expected`,
+    if the hub does not have it either."""
+    if is_url(path) or remote_name(str(path)) is None:
+        return path
+    try:
+        return pin(str(path), MODEL)
+    except HubError as error:
+        raise RunError(f"{path}: {error}" if error.exists else f"{path} is not a directory: {expected}. {error}") from None
 
 
 def is_checkpoint(place: Location) -> bool:

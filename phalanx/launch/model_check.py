@@ -13,7 +13,7 @@ from phalanx.host.process_tree import ask_python, python_command
 from phalanx.spec import hf_config
 from phalanx.spec.dump import dump
 from phalanx.spec.errors import RunError
-from phalanx.spec.origin import origin_folder
+from phalanx.spec.hub import HubError, model_folder
 from phalanx.spec.plan import Machine, Plan, Size
 from phalanx.spec.run import Run
 
@@ -36,11 +36,15 @@ def measure(run: Run) -> Size | None:
 
 
 def check_weights(run: Run) -> None:
-    """Raise RunError unless the weights of `model.from`, if given, are present, complete and match the model."""
+    """Raise RunError unless the weights of `model.from`, if given, are present, complete and match the model. Downloads those of a hub
+    name."""
     given = run.model.from_
     if given is None:
         return
-    folder = origin_folder(given)
+    try:
+        folder = model_folder(given)
+    except HubError as error:
+        raise RunError(f'model.from = "{given}": {error}') from None
     if not folder.is_dir():
         raise RunError(
             f'model.from = "{given}" does not exist any more: name a folder of Hugging Face weights, a run directory or a '

@@ -26,6 +26,7 @@ from phalanx.planning.machines.hardware import mismatch
 from phalanx.spec.dump import changed, dump
 from phalanx.spec.errors import RunError, refuse
 from phalanx.spec.load import load
+from phalanx.spec.pinned_names import keep_commits, moved_names, pin_run
 from phalanx.spec.plan import Plan
 from phalanx.spec.preset_vocabulary import vocabulary_notices, vocabulary_question
 from phalanx.spec.run import Run
@@ -86,6 +87,8 @@ def prepare(
 
     request = request or Request()
     base = request.directory or Path("runs") / name
+    asked, run = run, recorded_commits(run, name, request)
+    run = pin_run(run)
     problems = _early_problems(run, base)
     started_by = started_by or launcher(run, (request.directory or Path(name)).name)
     run = replace(run, cluster=replace(run.cluster, nodes=started_by.nodes))
@@ -107,7 +110,11 @@ def prepare(
     if ranks is None:
         problems += run_checks.replica_problems(planned.run, planned.plan)
     refuse(problems)
-    notices = (*_notices(run, data, torchrun=ranks is not None), *run_checks.format_notices(planned.plan))
+    notices = (
+        *moved_names(asked, run),
+        *_notices(run, data, torchrun=ranks is not None),
+        *run_checks.format_notices(planned.plan),
+    )
     rundir = choose_directory(run, name, request)
     try:
         if (last := _last_plan(rundir)) is not None:
@@ -159,6 +166,28 @@ def begin_launch(rundir: RunDir, started_by: Launcher) -> None:
     shutil.rmtree(rundir.control, ignore_errors=True)
     rundir.launch_id = secrets.token_hex(8)
     started_by.check(rundir)
+
+
+def recorded_commits(run: Run, name: str, request: Request) -> Run:
+    """The run with the commits of the hub that its directory records, if `choose_directory` will find an earlier launch of it."""
+    if request.fresh:
+        return run
+    number = 1
+    while (rundir := _directory(request.directory or Path("runs") / name, number)).exists:
+        number += 1
+        if request.directory is not None or not _is_finished(rundir):
+            with suppress(RunError):  # `choose_directory` deals with a run file that cannot be read
+                recorded = load(rundir.run_file)
+                kept = keep_commits(run, recorded)
+                if not changed(recorded, kept):
+                    return kept
+        if request.directory is not None:
+            break
+    return run
+
+
+def _directory(base: Path, number: int) -> RunDir:
+    return RunDir(base if number == 1 else base.with_name(f"{base.name}-{number}"))
 
 
 def choose_directory(run: Run, name: str, request: Request) -> RunDir:
@@ -217,7 +246,7 @@ def _choose_directory(base: Path, run: Run, fresh: bool) -> RunDir:
     """Use the first of runs/NAME, runs/NAME-2, … that is free or holds this run unfinished."""
     number = 1
     while True:
-        rundir = RunDir(base if number == 1 else base.with_name(f"{base.name}-{number}"))
+        rundir = _directory(base, number)
         number += 1
         if rundir.exists and (fresh or _is_finished(rundir) or _is_import(rundir) or _differs(rundir, run)):
             continue

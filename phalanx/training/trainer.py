@@ -32,7 +32,8 @@ from phalanx.observe.comm_timer import COMM_TIMER, span
 from phalanx.optim.optimizer import Optimizer, Resources, learning_rate
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.sharded_model import ShardedModel
-from phalanx.spec.errors import RunFailed
+from phalanx.spec.errors import RunError, RunFailed, toml
+from phalanx.spec.hub import missing_message
 from phalanx.spec.origin import origin_folder
 from phalanx.spec.plan import Plan
 from phalanx.spec.run import Run
@@ -122,6 +123,8 @@ class Trainer:
             return []
         from phalanx.training import initial_weights  # imports file readers that most runs do not need
 
+        if (why := missing_message(source)) is not None:
+            raise RunError(f"model.from = {toml(source)}: {why}")
         started = time.perf_counter()
         tensors = {name.partition("/")[2]: piece for name, piece in self.tensors().items() if name.startswith("model/")}
         initial_weights.load(tensors, self.state.shapes, origin_folder(source))
