@@ -240,8 +240,8 @@ class _Handler(BaseHTTPRequestHandler):
         if path.endswith(LARGE):
             oid = hashlib.sha256(data).hexdigest()
             self.contents.uploaded[oid] = data
-            linked = {"X-Linked-Etag": f'"{oid}"', "X-Linked-Size": str(len(data)), "Location": f"/stored/{oid}"}
-            linked["Location"] = f"{self.contents.url}/stored/{oid}"
+            storage = self.contents.url.replace("127.0.0.1", "localhost")  # another host, as on the hub
+            linked = {"X-Linked-Etag": f'"{oid}"', "X-Linked-Size": str(len(data)), "Location": f"{storage}/stored/{oid}"}
             return self._send(302, b"", linked | {"X-Repo-Commit": sha})
         self._send_part(data, {"ETag": f'"{_blob(data)}"', "X-Repo-Commit": sha})
 

@@ -18,6 +18,7 @@ from typer import Argument, Option
 from phalanx.checkpointing import checkpoint_info, directory
 from phalanx.checkpointing.checkpoint_info import find_damage
 from phalanx.checkpointing.find_checkpoint import (
+    HF_FOLDER,
     checkpoint_locations,
     checkpoint_settings,
     existing_location,
@@ -26,6 +27,7 @@ from phalanx.checkpointing.find_checkpoint import (
     locate,
     no_checkpoint_message,
     path_or_url,
+    pin_model,
     saves_none,
 )
 from phalanx.checkpointing.location import Local
@@ -330,12 +332,12 @@ def export_hf(
     json: AsJson = False,
 ) -> None:
     """Write a model for transformers: weights in safetensors, config.json and the tokenizer; to a folder, to the Hugging Face hub, or both."""
+    _check_push(out, push, {"--private": private, "--revision": revision is not None})
+    target = None if push is None else _push_target(push, branch=revision, private=private)
     from phalanx.checkpointing.hf_folder import read_reference
     from phalanx.evaluation.convert import export_checkpoint
 
     _torch_dtype(dtype)
-    _check_push(out, push, {"--private": private, "--revision": revision is not None})
-    target = None if push is None else _push_target(push, branch=revision, private=private)
     reference = None if check is None else read_reference(check)
     limit = parse_size("--shard-size", shard_size)
     with ExitStack() as stack:
@@ -349,7 +351,9 @@ def export_hf(
         return
     places = [] if out is None else [str(out)]
     places += [] if pushed is None else [f"{pushed.url} (commit {pushed.commit[:12]})"]
-    print(f"{converted.parameters:,} parameters ({converted.family}, {converted.dtype}, {_files(converted.files)}) → {' and '.join(places)}")
+    print(
+        f"{converted.parameters:,} parameters ({converted.family}, {converted.dtype}, {_files(converted.files)}) → {' and '.join(places)}"
+    )
     if (match := converted.match) is not None:
         print(
             f"Loaded by {match.opened}, its logits differ by {match.difference:.2g} of the largest; {match.allowed:.2g} is allowed."
@@ -368,6 +372,7 @@ def import_(
     json: AsJson = False,
 ) -> None:
     """Convert a Hugging Face model into a run directory. The model is checked first, then streamed, whatever its size."""
+    folder = Path(pin_model(folder, HF_FOLDER))
     from phalanx.evaluation.convert import import_folder
 
     converted = import_folder(folder, out)

@@ -213,6 +213,7 @@ def generate(
 ) -> None:
     """Sample text from a trained model."""
     prompt = os.fsencode(prompt).decode(errors="replace")  # a command line may contain bytes that are not text
+    checkpoint = str(pin_model(checkpoint))
     from phalanx.evaluation.open_model import open_model
     from phalanx.models.sampling import Sampling
     from phalanx.models.sampling import generate as sample

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from phalanx._version import __version__
 from phalanx.checkpointing import offline_writer
-from phalanx.checkpointing.find_checkpoint import LocatedCheckpoint, find, pin_model
+from phalanx.checkpointing.find_checkpoint import HF_FOLDER, LocatedCheckpoint, find, pin_model
 from phalanx.checkpointing.format import RunMetadata
 from phalanx.checkpointing.hf_folder import ReferenceLogits, WeightsFolder, WeightsWriter
 from phalanx.checkpointing.replicas.shm_slots import free_memory
@@ -81,7 +81,7 @@ class Converted:
 def import_folder(folder: Path, out: Path) -> Converted:
     """Write the folder's model as a run directory with one checkpoint, in the number format of its weights. A name of the Hugging Face hub
     is downloaded."""
-    folder = model_folder(str(pin_model(folder, "name a folder with config.json and weights in safetensors")))
+    folder = model_folder(str(pin_model(folder, HF_FOLDER)))
     if not folder.is_dir():
         raise RunError(f"{folder} is not a folder: name one with config.json and weights in safetensors.")
     spec = hf_config.model_spec(folder)

@@ -41,15 +41,16 @@ def check_weights(run: Run) -> None:
     given = run.model.from_
     if given is None:
         return
+    absent = (
+        f'model.from = "{given}" does not exist any more: name a folder of Hugging Face weights, a run directory or a '
+        f"checkpoint, taken from {Path.cwd()}."
+    )
     try:
         folder = model_folder(given)
     except HubError as error:
-        raise RunError(f'model.from = "{given}": {error}') from None
+        raise RunError(f'model.from = "{given}": {error}' if error.exists else f"{absent} {error}") from None
     if not folder.is_dir():
-        raise RunError(
-            f'model.from = "{given}" does not exist any more: name a folder of Hugging Face weights, a run directory or a '
-            f"checkpoint, taken from {Path.cwd()}."
-        )
+        raise RunError(absent)
     if hf_config.is_folder(folder):
         _measure(run, f'model.from = "{given}"')
     else:

@@ -260,8 +260,8 @@ def explain(error: Exception, name: HubName, type_: str) -> HubError:
             exists=True,
         )
     return HubError(
-        f"the download of {page} was interrupted ({type(error).__name__}: {_line(error)}): run the same command again, which continues "
-        "where it stopped.",
+        f"the download of {page} was interrupted ({type(error).__name__}: {_line(error)}): run the same command again; "
+        "files that are complete are not downloaded again.",
         exists=True,
     )
 

@@ -21,7 +21,7 @@ class Source:
     source: Literal["stdlib", "text", "jsonl", "parquet", "hf", "chat", "tokens", "memory"] | None = None
     """The kind of text. "text": files, one document each; "jsonl", "parquet": one document per record; "hf": a Hugging Face dataset; "chat": conversations or instructions in JSONL (SFT); "tokens": files that `phalanx tokenize` wrote; "stdlib": Python's own source code, always available; "memory": `documents`. Default: inferred from the names in `paths` (.jsonl, .ndjson, .json; .parquet; a folder by its first file; otherwise "text"), or "stdlib" without paths."""
     paths: tuple[str, ...] = field(default=(), metadata=read_by("text", "jsonl", "parquet", "hf", "chat", "tokens"))
-    """Files, folders, globs or URLs (s3://, gs://, https://, …); .gz and .zst are decompressed. Relative to the working directory."""
+    """Files, folders, globs or URLs (s3://, gs://, https://, …); .gz and .zst are decompressed. Relative to the working directory. hf: the folder of a dataset, or its name on the Hugging Face hub, such as "org/name@revision"."""
     documents: tuple[str, ...] = field(default=(), metadata=read_by("memory"))
     """The documents themselves, for source = "memory"; meant for small tests."""
     split: str = field(default="train", metadata=read_by("hf"))
@@ -62,7 +62,7 @@ class Data(Source):
     mix: tuple[MixedSource, ...] = ()
     """A mixture instead of one source: a table [data.mix.NAME] for each source."""
     tokenizer: str = "byte"
-    """"byte": one token per byte and one for the end of a document, 257 in all; or a tokenizer.json, or a folder that holds one."""
+    """"byte": one token per byte and one for the end of a document, 257 in all; or a tokenizer.json, a folder that holds one, or a name of the Hugging Face hub, such as "gpt2" or "org/name@revision"."""
     end_token: str | None = None
     """The token that ends a document. Default: the tokenizer's end-of-sequence token."""
     packing: Literal["stream", "best-fit"] = "stream"
