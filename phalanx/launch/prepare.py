@@ -87,8 +87,7 @@ def prepare(
 
     request = request or Request()
     base = request.directory or Path("runs") / name
-    asked, run = run, recorded_commits(run, name, request)
-    run = pin_run(run)
+    asked, run = run, pin_run(recorded_commits(run, name, request))
     problems = _early_problems(run, base)
     started_by = started_by or launcher(run, (request.directory or Path(name)).name)
     run = replace(run, cluster=replace(run.cluster, nodes=started_by.nodes))
@@ -110,11 +109,7 @@ def prepare(
     if ranks is None:
         problems += run_checks.replica_problems(planned.run, planned.plan)
     refuse(problems)
-    notices = (
-        *moved_names(asked, run),
-        *_notices(run, data, torchrun=ranks is not None),
-        *run_checks.format_notices(planned.plan),
-    )
+    notices = (*moved_names(asked, run), *_notices(run, data, planned.plan, torchrun=ranks is not None))
     rundir = choose_directory(run, name, request)
     try:
         if (last := _last_plan(rundir)) is not None:
@@ -146,13 +141,14 @@ def _early_problems(run: Run, base: Path) -> list[str]:
     ]
 
 
-def _notices(run: Run, data: Dataset, *, torchrun: bool) -> tuple[str, ...]:
+def _notices(run: Run, data: Dataset, plan: Plan, *, torchrun: bool) -> tuple[str, ...]:
     """Sentences for the user about a run that can start."""
     return (
         *vocabulary_notices(run),
         *run_checks.skipped_file_notices(run.data),
         *run_checks.data_notices(data),
         *run_checks.checkpoint_notices(run, torchrun=torchrun),
+        *run_checks.format_notices(plan),
     )
 
 
