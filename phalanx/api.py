@@ -16,8 +16,10 @@ from phalanx.launch.prepare import Request, prepare
 from phalanx.planning.machines.hardware import planned
 from phalanx.spec.check import check
 from phalanx.spec.errors import RunError, refuse
+from phalanx.spec.hub import model_folder
 from phalanx.spec.load import loads, resolve
 from phalanx.spec.new_run_file import Answers, run_file
+from phalanx.spec.pinned_names import pin_run
 from phalanx.spec.plan import Place, Plan
 from phalanx.spec.preset_vocabulary import vocabulary_question
 from phalanx.spec.run import Run
@@ -84,6 +86,8 @@ def trainer(run: Run, *, checkpoints: str | Path = "checkpoints") -> Trainer:
     refuse(vocabulary_question(run))
     planned_run = plan_run(run, this_machine(), place.ranks, measure(run, trace=False))
     run, plan = planned_run.run, planned_run.plan
+    if run.model.from_ is not None:
+        model_folder(run.model.from_)  # downloads the weights of a hub name
     built = Trainer(run, plan, connect(place, plan.device, run.resilience.timeout, plan.layout), Path(checkpoints))
     built.build()
     built.load_initial_weights()
@@ -153,7 +157,7 @@ def init(answers: Answers, file: str | Path = "run.toml") -> Run:
 
 def _checked(run: Run) -> Run:
     """The resolved run. A run made in Python has not been checked by the loader, so it is checked here."""
-    run = resolve(run)
+    run = resolve(pin_run(run))
     if problems := check(run):
         raise RunError(problems)
     return run

@@ -30,6 +30,8 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""
 # What somebody has measured on this machine must not decide what tests see.
 os.environ["XDG_CONFIG_HOME"] = tempfile.mkdtemp(prefix="phalanx-config-")
 atexit.register(shutil.rmtree, os.environ["XDG_CONFIG_HOME"], ignore_errors=True)
+# Names that exist nowhere must not be looked up on a network. Tests of the hub start a server of their own.
+os.environ |= {"HF_HUB_OFFLINE": "1", "HF_HOME": os.environ["XDG_CONFIG_HOME"] + "/hf"}
 # nohup ignores SIGHUP, and a script's background jobs ignore SIGINT. Programs inherit that from pytest, and the ones under test would never
 # get the signals that tests send. A handler that does nothing is not inherited: pytest ignores as it was told, what it starts does not.
 for _number in (signal.SIGHUP, signal.SIGINT):

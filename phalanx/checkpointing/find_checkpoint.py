@@ -11,9 +11,13 @@ from typing import NamedTuple
 from phalanx.checkpointing import directory
 from phalanx.checkpointing.location import Local, Location, open_location
 from phalanx.spec.errors import RunError
+from phalanx.spec.hub import MODEL, HubError, pin, remote_name
 
 _EXAMPLE = "runs/quickstart/checkpoints/step-00000300"
 _RUN_FILE = "run.toml"
+_CHECKPOINT = f"name a checkpoint such as {_EXAMPLE}, or a run directory"
+HF_FOLDER = "name a folder with config.json and weights in safetensors"
+"""What `pin_model` says is expected, for commands that take no checkpoint."""
 
 
 class LocatedCheckpoint(NamedTuple):
@@ -101,8 +105,19 @@ def existing_location(path: Path | str) -> Location:
         raise RunError(f"{path} cannot be looked at ({error}): see that it is right and can be reached from here.") from None
     if not exists:
         what = "is a URL that there is nothing at" if is_url(path) else "is not a directory"
-        raise RunError(f"{path} {what}: name a checkpoint such as {_EXAMPLE}, or a run directory.")
+        raise RunError(f"{path} {what}: {_CHECKPOINT}.")
     return place
+
+
+def pin_model(path: Path | str, expected: str = _CHECKPOINT) -> Path | str:
+    """A name of the Hugging Face hub with its commit, if there is no such path; anything else as it is. RunError, with what was `expected`,
+    if the hub does not have it either."""
+    if is_url(path) or remote_name(str(path)) is None:
+        return path
+    try:
+        return pin(str(path), MODEL)
+    except HubError as error:
+        raise RunError(f"{path}: {error}" if error.exists else f"{path} is not a directory: {expected}. {error}") from None
 
 
 def is_checkpoint(place: Location) -> bool:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, TextIO
 
 from typer import Option
 
+from phalanx.checkpointing.find_checkpoint import pin_model
 from phalanx.cli.options import AsJson, Device, MaxTokens, Model, Seed, Temperature, TopK, TopP
 from phalanx.cli.output import finish, report_checkpoint
 from phalanx.dashboard.numbers import visible
@@ -45,7 +46,7 @@ def chat(
     from phalanx.evaluation.open_model import open_model
     from phalanx.models.sampling import Sampling
 
-    opened = open_model(checkpoint, device)
+    opened = open_model(str(pin_model(checkpoint)), device)
     used = report_checkpoint(opened.path, opened.step, opened.damaged)
     conversation = Conversation(opened, template, system)
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)

@@ -6,9 +6,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
@@ -17,6 +18,7 @@ from typer import Argument, Option
 from phalanx.checkpointing import checkpoint_info, directory
 from phalanx.checkpointing.checkpoint_info import find_damage
 from phalanx.checkpointing.find_checkpoint import (
+    HF_FOLDER,
     checkpoint_locations,
     checkpoint_settings,
     existing_location,
@@ -25,6 +27,7 @@ from phalanx.checkpointing.find_checkpoint import (
     locate,
     no_checkpoint_message,
     path_or_url,
+    pin_model,
     saves_none,
 )
 from phalanx.checkpointing.location import Local
@@ -42,6 +45,7 @@ if TYPE_CHECKING:
     from phalanx.checkpointing.format import SavedTensor
     from phalanx.checkpointing.location import Location
     from phalanx.evaluation.convert import Converted
+    from phalanx.evaluation.push_hub import PushTarget
 
 app = typer.Typer(help="List, inspect, verify, compare, reshard, export, import and prune checkpoints.", no_args_is_help=True)
 
@@ -311,7 +315,9 @@ def export(
 
 def export_hf(
     checkpoint: Annotated[str, Argument(help=CHECKPOINT, metavar="CKPT")],
-    out: Annotated[Path, Argument(help="The folder to write: a new or empty one.", metavar="HF_DIR")],
+    out: Annotated[
+        Path | None, Argument(help="The folder to write: a new or empty one. Default with --push: none.", metavar="HF_DIR")
+    ] = None,
     dtype: Dtype = None,
     shard_size: ShardSize = "5GB",
     check: Annotated[
@@ -324,25 +330,48 @@ def export_hf(
             "--format", help="hf: the whole model, with LoRA adapters added to its weights; peft: the adapters alone, for PEFT."
         ),
     ] = "hf",
+    push: Annotated[
+        str | None,
+        Option(help="Upload the files to this repository of the Hugging Face hub, such as org/name.", metavar="REPO"),
+    ] = None,
+    private: Annotated[bool, Option("--private", help="--push: make a new repository private.")] = False,
+    revision: Annotated[str | None, Option(help="--push: the branch to write. Default: main.", metavar="BRANCH")] = None,
     json: AsJson = False,
 ) -> None:
-    """Write a model for transformers: weights in safetensors, config.json and the tokenizer; or LoRA adapters for PEFT."""
+    """Write a model for transformers: weights in safetensors, config.json and the tokenizer, to a folder, to the Hugging Face hub, or both; or LoRA
+    adapters for PEFT."""
     problems = [f"--format {kind}: choose {', '.join(_HF_FORMATS)}."] if kind not in _HF_FORMATS else []
     if kind == "peft" and check is not None:
         problems.append("--check compares a whole model: remove it, or take --format hf.")
+    if kind == "peft" and push is not None:
+        problems.append("--push uploads a whole model: remove it, or take --format hf.")
     refuse(problems)
+    _check_push(out, push, {"--private": private, "--revision": revision is not None})
     if kind == "peft":
+        assert out is not None, "without --push there is a folder"
         _export_peft(checkpoint, out, dtype, json=json)
         return
+    target = None if push is None else _push_target(push, branch=revision, private=private)
     from phalanx.checkpointing.hf_folder import read_reference
     from phalanx.evaluation.convert import export_checkpoint
 
     _torch_dtype(dtype)
     reference = None if check is None else read_reference(check)
-    converted = export_checkpoint(checkpoint, out, dtype, parse_size("--shard-size", shard_size), reference)
-    if _print_report(converted, json):
+    limit = parse_size("--shard-size", shard_size)
+    with ExitStack() as stack:
+        folder = out if out is not None else Path(stack.enter_context(TemporaryDirectory(prefix="phalanx-export-"))) / "model"
+        converted = export_checkpoint(checkpoint, folder, dtype, limit, reference)
+        step = None if converted.source is None else converted.source.step
+        pushed = (
+            None if target is None else target.push(folder, "Upload a model" + ("" if step is None else f" of step {step}"))
+        )
+    if _print_report(converted, json, {} if pushed is None else {"pushed": asdict(pushed)}):
         return
-    print(f"{converted.parameters:,} parameters ({converted.family}, {converted.dtype}, {_files(converted.files)}) → {out}")
+    places = [] if out is None else [str(out)]
+    places += [] if pushed is None else [f"{pushed.url} (commit {pushed.commit[:12]})"]
+    print(
+        f"{converted.parameters:,} parameters ({converted.family}, {converted.dtype}, {_files(converted.files)}) → {' and '.join(places)}"
+    )
     if (match := converted.match) is not None:
         print(
             f"Loaded by {match.opened}, its logits differ by {match.difference:.2g} of the largest; {match.allowed:.2g} is allowed."
@@ -361,11 +390,17 @@ def _export_peft(checkpoint: str, out: Path, dtype: str | None, *, json: bool) -
 
 @app.command("import")
 def import_(
-    folder: Annotated[Path, Argument(help="A folder with config.json and weights in safetensors.", metavar="HF_DIR")],
+    folder: Annotated[
+        Path,
+        Argument(
+            help="A folder with config.json and weights in safetensors, or its name on the Hugging Face hub.", metavar="HF_DIR"
+        ),
+    ],
     out: Annotated[Path, Argument(help="The run directory to write: a new or empty one.", metavar="OUT")],
     json: AsJson = False,
 ) -> None:
     """Convert a Hugging Face model into a run directory. The model is checked first, then streamed, whatever its size."""
+    folder = Path(pin_model(folder, HF_FOLDER))
     from phalanx.evaluation.convert import import_folder
 
     converted = import_folder(folder, out)
@@ -374,14 +409,27 @@ def import_(
         print(f'Continue with `phalanx generate {out} "…"`, or with [model] from = "{out}" in a run file.')
 
 
-def _print_report(converted: Converted, json: bool) -> bool:
-    """Prints the object of --json and returns True, or prints the notes for people."""
+def _check_push(out: Path | None, push: str | None, others: dict[str, bool]) -> None:
+    if push is None:
+        refuse([f"{option} describes an upload: add --push REPO." for option, given in others.items() if given])
+        if out is None:
+            raise RunError("Name the folder to write, HF_DIR, or a repository of the Hugging Face hub with --push.")
+
+
+def _push_target(repository: str, *, branch: str | None, private: bool) -> PushTarget:
+    from phalanx.evaluation.push_hub import PushTarget
+
+    return PushTarget(repository, branch=branch, private=private)
+
+
+def _print_report(converted: Converted, json: bool, more: dict[str, Any] | None = None) -> bool:
+    """Prints the object of --json, with `more` in it, and returns True, or prints the notes for people."""
     source = converted.source
     used = {} if source is None else report_checkpoint(path_or_url(source.checkpoint), source.step, source.damaged)
     if json:
         table = asdict(replace(converted, source=None)) | {"path": str(converted.path)}
         del table["source"]
-        print_json(table | (table.pop("match") or {}) | used)
+        print_json(table | (table.pop("match") or {}) | used | (more or {}))
         return True
     for note in converted.notes:
         print(f"Note: {note}")

@@ -26,6 +26,7 @@ from phalanx.data.tokenizer import Tokenizer, open_tokenizer
 from phalanx.spec.errors import RunError, refuse
 from phalanx.spec.json_value import JsonObject
 from phalanx.spec.load import load
+from phalanx.spec.pinned_names import pin_data
 from phalanx.spec.run import Data
 from phalanx.spec.sources import kind
 
@@ -42,7 +43,9 @@ def inspect(
     ],
     source: Annotated[str | None, Option(help=f"{', '.join(SOURCE_KINDS)}. Default: derived from the file names.")] = None,
     field: Field = None,
-    tokenizer: Annotated[str | None, Option(help='"byte", a tokenizer.json, or a folder with one.')] = None,
+    tokenizer: Annotated[
+        str | None, Option(help='"byte", a tokenizer.json, a folder with one, or a name of the Hugging Face hub.')
+    ] = None,
     template: Template = None,
     sequence_length: Annotated[
         int | None, Option(min=2, help="Window length for the padding of best-fit packing. Default: that of the run.")
@@ -113,6 +116,7 @@ def _open(what: str, settings: dict[str, Any]) -> tuple[dict[str, tuple[Corpus, 
         if kind(data) == "tokens" and "tokenizer" not in settings:
             files = TokenFiles((Path(what).parent if Path(what).name == META else Path(what)).expanduser())
             return {"tokens": (files, files.meta.skipped)}, _tokenizer_of(files), None
+        data = pin_data(data)
     tokenizer = open_tokenizer(data.tokenizer, data.end_token)
     sources = {}
     for source in data.mix or (data,):
@@ -143,7 +147,9 @@ def tokenize(
     paths: Annotated[
         list[str], Argument(help="Files, folders, globs or URLs, then the folder to write.", metavar="SRC... OUT")
     ],
-    tokenizer: Annotated[str, Option(help='"byte", a tokenizer.json, or a folder with one.')] = "byte",
+    tokenizer: Annotated[
+        str, Option(help='"byte", a tokenizer.json, a folder with one, or a name of the Hugging Face hub.')
+    ] = "byte",
     end_token: Annotated[str | None, Option(help="Token that ends a document. Default: that of the tokenizer.")] = None,
     source: Annotated[str | None, Option(help=f"{', '.join(TEXT_KINDS)}. Default: derived from the file names.")] = None,
     field: Field = None,
@@ -189,6 +195,7 @@ def tokenize(
 
 def _tokenize(data: Data, out: str, *, force: bool, json: bool) -> None:
     """Makes the token files and reports them."""
+    data = pin_data(data)
     opened = open_tokenizer(data.tokenizer, data.end_token)
     begin, progresses = time.monotonic(), list[Progress]()
     try:

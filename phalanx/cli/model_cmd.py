@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from typer import Argument, Option
 
+from phalanx.checkpointing.find_checkpoint import pin_model
 from phalanx.cli.options import (
     SOURCE_KINDS,
     AsJson,
@@ -35,6 +36,8 @@ from phalanx.data.dataset import open_corpus, open_dataset
 from phalanx.data.pack import Batch
 from phalanx.spec import hf_config
 from phalanx.spec.errors import RunError, refuse
+from phalanx.spec.hub import local_path
+from phalanx.spec.pinned_names import pin_source
 from phalanx.spec.run import Run
 from phalanx.spec.sources import kind
 
@@ -69,6 +72,7 @@ def eval(
     paths = tuple(path or ())
     given = {"source": source, "paths": paths, "field": field, "split": split, "config": config, "template": template}
     settings = {key: value for key, value in given.items() if value}
+    checkpoint = str(pin_model(checkpoint))
     _check_source(checkpoint, settings, choices)
     options = _Options(settings, sequence_length, sequences, batch, max_bad_records)
     from phalanx.evaluation.open_model import open_model
@@ -96,7 +100,7 @@ def _check_source(checkpoint: str, source: dict[str, Any], choices: Path | None)
         problems.append(f"--{next(iter(source))} describes a source: add --path or --source.")
     if source and choices is not None:
         problems.append("--choices and a source exclude each other: use one of them.")
-    if "://" not in checkpoint and hf_config.is_folder(Path(checkpoint)) and not source and choices is None:
+    if "://" not in checkpoint and hf_config.is_folder(local_path(checkpoint)) and not source and choices is None:
         problems.append(
             f"{checkpoint} is a Hugging Face folder, which has no held-out text: name text with --path, or use --choices."
         )
@@ -176,6 +180,7 @@ def _given_source(opened: Opened, options: _Options) -> Iterator[tuple[str, int,
     no_source = {"source": None, "paths": (), "documents": (), "mix": (), "field": None, "epochs": None}
     limit = {} if options.max_bad_records is None else {"max_bad_records": options.max_bad_records}
     data = replace(run.data, **(no_source | options.source | limit))
+    data = pin_source(data)
     with tokenizing(console) as progress:
         corpus, skipped = open_corpus(data, data, opened.tokenizer, progress)
     for reason, times in skipped.items():
@@ -223,6 +228,7 @@ def generate(
     """Sample text from a trained model."""
     prompt = os.fsencode(prompt).decode(errors="replace")  # a command line may contain bytes that are not text
     _check_chat(prompt, chat, {"system": system, "template": template})
+    checkpoint = str(pin_model(checkpoint))
     from phalanx.evaluation.open_model import open_model
     from phalanx.models.sampling import Sampling
 

@@ -26,7 +26,10 @@ Field = Annotated[str | None, Option(help='Field or column with the text. Defaul
 Template = Annotated[str | None, Option(help='chat: a Jinja file, or "plain". Default: the chat template of the tokenizer.')]
 Model = Annotated[
     str,
-    Argument(help="A checkpoint, a run directory for its newest checkpoint, or a Hugging Face folder.", metavar="CKPT"),
+    Argument(
+        help="A checkpoint, a run directory for its newest checkpoint, or a Hugging Face model: a folder, or its name on the hub.",
+        metavar="CKPT",
+    ),
 ]
 MaxTokens = Annotated[int, Option("--tokens", min=1, help="Maximum number of tokens to generate.")]
 Temperature = Annotated[float, Option(min=0.0, help="Sampling temperature; 0 always takes the most likely token.")]

@@ -28,10 +28,18 @@ from phalanx.host.env import torchrun_place, torchrun_store
 from phalanx.host.probe import this_machine
 from phalanx.launch.job import Job, first_events
 from phalanx.launch.launcher import SubmittedJob
-from phalanx.launch.prepare import Prepared, Request, choose_directory, examine, expected_directory, prepare
+from phalanx.launch.prepare import (
+    Prepared,
+    Request,
+    choose_directory,
+    examine,
+    expected_directory,
+    prepare,
+    recorded_commits,
+)
 from phalanx.spec.dump import dump
 from phalanx.spec.errors import PhalanxError, RunError, RunFailed, refuse
-from phalanx.spec.load import load
+from phalanx.spec.load import load, load_unresolved
 from phalanx.spec.plan import Place
 from phalanx.spec.run import Run
 
@@ -127,7 +135,7 @@ def _show_only(run: Run, name: str, request: Request, *, json: bool) -> int:
     """What the command would do without --dry-run."""
     with tokenizing(console) as progress:
         examined = examine(run, name, request, progress=progress)
-    rundir, planned = expected_directory(run, name, request), examined.planned
+    rundir, planned = expected_directory(examined.asked, name, request), examined.planned
     text = dump(planned.run)
     console.print(text, markup=False, soft_wrap=True, end="")
     view = display(console, planned.run.steps, planned.run.watch.log_every, live=False)
@@ -181,6 +189,7 @@ def _train_as_job(run: Run, name: str, request: Request, chaos: str, *, dry_run:
             if value
         ]
     )
+    run = recorded_commits(run, name, request)
     train_on = {"slurm": _train_on_slurm, "kubernetes": _train_on_kubernetes}[launcher]
     return train_on(run, name, request, dry_run=dry_run, json=json)
 
@@ -250,7 +259,8 @@ def _train_under_torchrun(place: Place, run_file: Path, overrides: list[str], re
     from phalanx.worker.rank import RankProgram, StopSignals
 
     try:
-        run = load(run_file, overrides)
+        # The other ranks get the resolved run from rank 0: only one asks the Hugging Face hub what its names mean.
+        run = (load if place.rank == 0 else load_unresolved)(run_file, overrides)
     except RunError:
         if place.rank == 0:
             raise

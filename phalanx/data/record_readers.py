@@ -24,6 +24,7 @@ from phalanx.data.files import (
     storage_errors,
 )
 from phalanx.spec.errors import RunError
+from phalanx.spec.hub import remote_name
 from phalanx.spec.json_value import JsonObject
 from phalanx.spec.run import Source
 
@@ -297,16 +298,27 @@ def _dataset_path(source: Source) -> str:
     return source.paths[0]
 
 
+def _without_network(name: str) -> str:
+    return (
+        f" Without a network, run `hf download {name} --repo-type dataset --local-dir FOLDER` where there is one, copy FOLDER here, and "
+        "name it in paths instead."
+    )
+
+
 def _open_dataset(source: Source) -> Any:
     datasets = require("datasets", 'source = "hf"', "datasets")
     path = os.path.expanduser(_dataset_path(source))
     try:
         if not any(os.path.exists(os.path.join(path, name)) for name in ("dataset_dict.json", "state.json")):
-            return datasets.load_dataset(path, source.config, split=source.split, streaming=source.streaming)
+            name = remote_name(path)
+            options = {} if name is None or str(name) == name.repository else {"revision": name.commit or name.revision}
+            path = path if name is None else name.repository
+            return datasets.load_dataset(path, source.config, split=source.split, streaming=source.streaming, **options)
         saved = datasets.load_from_disk(path)
     except Exception as error:
         raise RunError(
             f'{paths_key(source)}: the dataset "{path}" (split "{source.split}") cannot be opened ({type(error).__name__}: {error}).'
+            + (_without_network(path) if isinstance(error, ConnectionError) else "")
         ) from None
     if isinstance(saved, dict) and source.split not in saved:
         raise RunError(f'{path} has no split "{source.split}"; its splits are {", ".join(saved)}. Set data.split.')

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from phalanx.spec.errors import RunError
+from phalanx.spec.hub import local_path, missing_message
 from phalanx.spec.sources import TOKENIZER_FILE
 
 Ids = npt.NDArray[np.int32]
@@ -184,7 +185,7 @@ class HfTokenizer:
 
 
 def _find(name: str) -> Path:
-    path = Path(name).expanduser()
+    path = local_path(name)
     if path.is_dir():
         if (path / TOKENIZER_FILE).is_file():
             return path / TOKENIZER_FILE
@@ -196,9 +197,11 @@ def _find(name: str) -> Path:
         )
         raise RunError(f'data.tokenizer = "{name}": the folder {path.absolute()} holds no {TOKENIZER_FILE}; {remedy}.')
     if not path.is_file():
+        if (why := missing_message(name)) is not None:
+            raise RunError(f'data.tokenizer = "{name}": {why}')
         raise RunError(
-            f'data.tokenizer = "{name}" is not known; write "byte", or the path of a {TOKENIZER_FILE} or of a folder that holds one '
-            f"(tried {path.absolute()})."
+            f'data.tokenizer = "{name}" is not known; write "byte", the path of a {TOKENIZER_FILE} or of a folder that holds one, or a '
+            f"name of the Hugging Face hub (tried {path.absolute()})."
         )
     return path
 

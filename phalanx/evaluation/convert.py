@@ -18,7 +18,7 @@ from torch import Tensor
 
 from phalanx._version import __version__
 from phalanx.checkpointing import offline_writer
-from phalanx.checkpointing.find_checkpoint import FoundCheckpoint, LocatedCheckpoint, find
+from phalanx.checkpointing.find_checkpoint import HF_FOLDER, FoundCheckpoint, LocatedCheckpoint, find, pin_model
 from phalanx.checkpointing.format import RunMetadata
 from phalanx.checkpointing.hf_folder import ReferenceLogits, WeightsFolder, WeightsWriter
 from phalanx.checkpointing.replicas.shm_slots import free_memory
@@ -33,6 +33,7 @@ from phalanx.models.init import build, reset_buffers
 from phalanx.spec import hf_config, hf_config_write
 from phalanx.spec.dump import dump
 from phalanx.spec.errors import RunError, RunFailed
+from phalanx.spec.hub import model_folder
 from phalanx.spec.model import ModelSpec
 from phalanx.spec.run import TOKENIZER_VOCAB, Data, Run
 from phalanx.spec.safetensors_index import SIZES
@@ -79,7 +80,9 @@ class Converted:
 
 
 def import_folder(folder: Path, out: Path) -> Converted:
-    """Write the folder's model as a run directory with one checkpoint, in the number format of its weights."""
+    """Write the folder's model as a run directory with one checkpoint, in the number format of its weights. A name of the Hugging Face hub
+    is downloaded."""
+    folder = model_folder(str(pin_model(folder, HF_FOLDER)))
     if not folder.is_dir():
         raise RunError(f"{folder} is not a folder: name one with config.json and weights in safetensors.")
     spec = hf_config.model_spec(folder)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from phalanx import accelerator
 from phalanx.checkpointing.directory import DamagedCheckpoint
-from phalanx.checkpointing.find_checkpoint import FoundCheckpoint, find, is_url, path_or_url
+from phalanx.checkpointing.find_checkpoint import FoundCheckpoint, find, is_url, path_or_url, pin_model
 from phalanx.checkpointing.hf_folder import WeightsFolder
 from phalanx.checkpointing.restore import load as load_tensors
 from phalanx.data.chat_turns import GENERATION_CONFIG
@@ -26,6 +26,7 @@ from phalanx.models.init import build, reset_buffers
 from phalanx.spec import hf_config
 from phalanx.spec.check import check
 from phalanx.spec.errors import RunError, RunFailed, either
+from phalanx.spec.hub import model_folder
 from phalanx.spec.load import loads
 from phalanx.spec.model import ModelSpec
 from phalanx.spec.plan import Plan
@@ -61,8 +62,11 @@ class Opened:
 
 
 def open_model(path: Path | str, device: str | torch.device | None = None) -> Opened:
-    """Open the model at `path` on `device`; None: the GPU if there is one."""
+    """Open the model at `path`, which may be a name of the Hugging Face hub, on `device`; None: the GPU if there is one."""
     where = choose_device(device)
+    path = pin_model(path)
+    if not is_url(path):
+        path = model_folder(str(path))
     if not is_url(path) and hf_config.is_folder(Path(path)):
         return _open_folder(Path(path), where)
     found = find(path)

@@ -17,6 +17,7 @@ from phalanx.host.host_check import HostProblem, disagreements, gpu_differences,
 from phalanx.host.host_report import HostQuestion, HostReport
 from phalanx.launch.launcher import StartedAgent
 from phalanx.spec.errors import RunError, refuse, toml
+from phalanx.spec.hub import remote_name
 from phalanx.spec.plan import Machine
 from phalanx.spec.run import Cluster, Run
 
@@ -59,7 +60,10 @@ class HostGroup(ABC):
 
     def check(self, rundir: RunDir) -> None:
         """Check what each host sees of the run's files."""
-        local = (path for path in self._run.data.paths if "://" not in path and "*" not in path)
+        data = self._run.data
+        local = (path for path in data.paths if "://" not in path and "*" not in path)
+        if data.source == "hf":  # a name of the hub is no path
+            local = (path for path in local if remote_name(path) is None)
         paths = tuple(os.path.abspath(os.path.expanduser(path)) for path in local)
         question = HostQuestion(run_dir=str(rundir.path.absolute()), launch=rundir.launch_id or "", paths=paths)
         reports = self._ask(question)

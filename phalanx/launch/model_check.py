@@ -16,7 +16,7 @@ from phalanx.planning.machines.hardware import hardware, planned
 from phalanx.spec import hf_config
 from phalanx.spec.dump import dump
 from phalanx.spec.errors import RunError
-from phalanx.spec.origin import origin_folder
+from phalanx.spec.hub import HubError, model_folder
 from phalanx.spec.plan import Machine, Plan, Size
 from phalanx.spec.run import Run
 
@@ -67,16 +67,21 @@ def _gpu(run: Run, machine: Machine | None) -> str:
 
 
 def check_weights(run: Run) -> None:
-    """Raise RunError unless the weights of `model.from`, if given, are present, complete and match the model."""
+    """Raise RunError unless the weights of `model.from`, if given, are present, complete and match the model. Downloads those of a hub
+    name."""
     given = run.model.from_
     if given is None:
         return
-    folder = origin_folder(given)
+    absent = (
+        f'model.from = "{given}" does not exist any more: name a folder of Hugging Face weights, a run directory or a '
+        f"checkpoint, taken from {Path.cwd()}."
+    )
+    try:
+        folder = model_folder(given)
+    except HubError as error:
+        raise RunError(f'model.from = "{given}": {error}' if error.exists else f"{absent} {error}") from None
     if not folder.is_dir():
-        raise RunError(
-            f'model.from = "{given}" does not exist any more: name a folder of Hugging Face weights, a run directory or a '
-            f"checkpoint, taken from {Path.cwd()}."
-        )
+        raise RunError(absent)
     if hf_config.is_folder(folder):
         _measure(run, f'model.from = "{given}"')
     else:

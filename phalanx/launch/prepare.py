@@ -29,6 +29,7 @@ from phalanx.planning.machines.hardware import mismatch
 from phalanx.spec.dump import changed, dump
 from phalanx.spec.errors import RUN_FILE, RunError, refuse
 from phalanx.spec.load import load
+from phalanx.spec.pinned_names import keep_commits, moved_names, pin_run
 from phalanx.spec.plan import Machine, Plan, Size
 from phalanx.spec.preset_vocabulary import vocabulary_notices, vocabulary_question
 from phalanx.spec.run import Run
@@ -74,6 +75,8 @@ class Prepared:
 class Examined:
     """A run that can start. Nothing was written, except for tokens of its text in data.cache."""
 
+    asked: Run
+    """The run before it is planned, with the commits of its names on the hub."""
     planned: PlannedRun
     machine: Machine
     size: Size | None
@@ -110,6 +113,7 @@ def examine(
 
     request = request or Request()
     base = request.directory or Path("runs") / name
+    named, run = run, pin_run(recorded_commits(run, name, request))
     problems = _early_problems(run, base)
     started_by = started_by or launcher(run, (request.directory or Path(name)).name)
     run = replace(run, cluster=replace(run.cluster, nodes=started_by.nodes))
@@ -132,8 +136,8 @@ def examine(
     if ranks is None:
         problems += run_checks.replica_problems(planned.run, planned.plan)
     refuse(problems)
-    notices = (*_notices(run, data, torchrun=ranks is not None), *run_checks.format_notices(planned.plan))
-    return Examined(planned, machine, size, started_by, data, notices)
+    notices = (*moved_names(named, run), *_notices(run, data, planned.plan, torchrun=ranks is not None))
+    return Examined(run, planned, machine, size, started_by, data, notices)
 
 
 def prepare(
@@ -155,8 +159,7 @@ def prepare(
 
     request = request or Request()
     examined = examine(run, name, request, ranks=ranks, progress=progress, started_by=started_by)
-    planned, data, started_by = examined.planned, examined.data, examined.launcher
-    run = replace(run, cluster=replace(run.cluster, nodes=started_by.nodes))
+    run, planned, data, started_by = examined.asked, examined.planned, examined.data, examined.launcher
     rundir = choose_directory(run, name, request)
     try:
         if (last := _last_plan(rundir)) is not None:
@@ -189,13 +192,14 @@ def _early_problems(run: Run, base: Path) -> list[str]:
     ]
 
 
-def _notices(run: Run, data: Dataset, *, torchrun: bool) -> tuple[str, ...]:
+def _notices(run: Run, data: Dataset, plan: Plan, *, torchrun: bool) -> tuple[str, ...]:
     """Sentences for the user about a run that can start."""
     return (
         *vocabulary_notices(run),
         *run_checks.skipped_file_notices(run.data),
         *run_checks.data_notices(data),
         *run_checks.checkpoint_notices(run, torchrun=torchrun),
+        *run_checks.format_notices(plan),
     )
 
 
@@ -204,6 +208,28 @@ def begin_launch(rundir: RunDir, started_by: Launcher) -> None:
     shutil.rmtree(rundir.control, ignore_errors=True)
     rundir.launch_id = secrets.token_hex(8)
     started_by.check(rundir)
+
+
+def recorded_commits(run: Run, name: str, request: Request) -> Run:
+    """The run with the commits of the hub that its directory records, if `choose_directory` will find an earlier launch of it."""
+    if request.fresh:
+        return run
+    number = 1
+    while (rundir := _directory(request.directory or Path("runs") / name, number)).exists:
+        number += 1
+        if request.directory is not None or not _is_finished(rundir):
+            with suppress(RunError):  # `choose_directory` deals with a run file that cannot be read
+                recorded = load(rundir.run_file)
+                kept = keep_commits(run, recorded)
+                if not changed(recorded, kept):
+                    return kept
+        if request.directory is not None:
+            break
+    return run
+
+
+def _directory(base: Path, number: int) -> RunDir:
+    return RunDir(base if number == 1 else base.with_name(f"{base.name}-{number}"))
 
 
 def choose_directory(run: Run, name: str, request: Request) -> RunDir:
@@ -280,9 +306,7 @@ def expected_directory(run: Run, name: str, request: Request) -> RunDir:
 
 
 def _numbered(base: Path) -> Iterator[RunDir]:
-    yield RunDir(base)
-    for number in count(2):
-        yield RunDir(base.with_name(f"{base.name}-{number}"))
+    return (_directory(base, number) for number in count(1))
 
 
 def _is_continued_by(rundir: RunDir, run: Run, fresh: bool) -> bool:

@@ -308,7 +308,8 @@ def _vocabulary(run: Run) -> Iterator[str | Finding]:
         tokens = vocabulary_size(run.data.tokenizer)
     except RunError as error:
         # The run file in a run directory loads even if its tokenizer has moved away; code that needs the tokenizer reports it.
-        yield from (Finding(("data.tokenizer",), sentence, not_if_resolved=True) for sentence in error.problems)
+        for sentence in error.problems:
+            yield Finding(("data.tokenizer",), sentence, not_if_resolved=True, absent=True)
         return
     if run.model.vocab is not None and run.model.vocab < tokens:
         remedy = f"set it to at least {tokens}, or remove it"
@@ -363,7 +364,7 @@ def _source(source: Source, table: str) -> Iterator[str]:
                 "number of them, and no paths."
             )
     elif kind not in ("memory", "stdlib") and not source.paths:
-        wanted = "folder of it" if kind == "hf" else "file, folder or glob"
+        wanted = "name or folder of it" if kind == "hf" else "file, folder or glob"
         involved = f"$({table}.paths)$({table}.source)"
         yield f"{involved}{table}.source = {toml(kind)} but {table}.paths names nothing: give it at least one {wanted}."
     if kind == "memory" and not any(source.documents):
@@ -402,7 +403,12 @@ def _start(run: Run) -> Iterator[str | Finding]:
         for finding in apply_rules(run, lambda run: _differences(run, start.model)):
             yield finding._replace(not_if_resolved=True)
     elif model.vocab is None:  # otherwise the sizes were read earlier, and the folder may be gone
-        yield "$model.from does not exist: name a folder of Hugging Face weights, a run directory or a checkpoint."
+        yield Finding(
+            ("model.from",),
+            f"model.from = {toml(model.from_)} does not exist: name a folder of Hugging Face weights, a run directory, a "
+            "checkpoint or a model of the Hugging Face hub.",
+            absent=True,
+        )
 
 
 def _differences(run: Run, theirs: ModelSpec) -> Iterator[str]:

@@ -90,6 +90,8 @@ class Finding(NamedTuple):
     sentence: str
     not_if_resolved: bool = False
     """Not reported for a resolved file, which no longer needs the folders its values came from."""
+    absent: bool = False
+    """What the first key names is not on this machine. The loader adds why the Hugging Face hub does not have it either."""
 
 
 def apply_rules(run: Run, *rules: Callable[[Run], Iterable[str | Finding]]) -> Iterator[Finding]:

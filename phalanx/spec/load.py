@@ -11,9 +11,11 @@ from typing import Any
 
 from phalanx.spec.check import findings
 from phalanx.spec.draft import Draft
-from phalanx.spec.errors import RunError
+from phalanx.spec.errors import RunError, toml
+from phalanx.spec.hub import DATASET, HubError, pin
 from phalanx.spec.keys import KEYS
 from phalanx.spec.origin import Origin, origin, under
+from phalanx.spec.pinned_names import pin_datasets, repository_kind
 from phalanx.spec.preset_vocabulary import fit_vocabulary
 from phalanx.spec.run import Data, Run
 from phalanx.spec.sources import vocabulary_size
@@ -51,6 +53,18 @@ def resolve(run: Run) -> Run:
     return run
 
 
+def load_unresolved(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Run:
+    """The settings of a run file alone, for a process that gets the resolved run from another one. Reads no other file, and checks each
+    key for itself only."""
+    draft = Draft(os.fspath(path))
+    draft.read_file(Path(path))
+    for override in overrides:
+        draft.take_override(override)
+    run = draft.build(draft.values())
+    draft.raise_problems()
+    return run
+
+
 def _with_tokenizer(run: Run, start: Origin) -> Run:
     return run if start.tokenizer is None else replace(run, data=replace(run.data, tokenizer=start.tokenizer))
 
@@ -59,6 +73,7 @@ def _finish(draft: Draft, overrides: Sequence[str]) -> Run:
     for override in overrides:
         draft.take_override(override)
     values = draft.values()
+    absent = {} if draft.is_resolved else _pin_names(draft, values)
     start = _start(draft, values)
     run = draft.build(values, None if start is None else start.model)
     if start is not None and "data.tokenizer" not in values:
@@ -68,9 +83,33 @@ def _finish(draft: Draft, overrides: Sequence[str]) -> Run:
     run = resolve(run)
     for finding in findings(run):
         if not any(draft.doubts(path) for path in finding.keys) and not (finding.not_if_resolved and draft.is_resolved):
-            draft.problem(draft.blame(finding.keys), finding.sentence)
+            error = absent.get(finding.keys[0]) if finding.absent else None
+            if error is None or not error.exists:  # otherwise it is reported already
+                draft.problem(draft.blame(finding.keys), f"{finding.sentence} {error or ''}".rstrip())
     draft.raise_problems()
     return run
+
+
+def _pin_names(draft: Draft, values: dict[str, Any]) -> dict[str, HubError]:
+    """Pin the names of the Hugging Face hub to their commits, in place. Returns errors of names that may also be paths, by key: `findings`
+    reports that there is no such path."""
+    errors: dict[str, HubError] = {}
+    for path in values:
+        if (kind := repository_kind(path, values)) is None:
+            continue
+        try:
+            if kind is DATASET:
+                values[path] = pin_datasets(values[path])
+            else:
+                values[path] = pin(values[path], kind)
+        except HubError as error:
+            errors[path] = error
+            given = f"{path} = {toml(values[path])}"
+            if error.exists:
+                draft.problem(draft.blame([path]), f"{given}: {error}")
+            elif kind is DATASET:
+                draft.problem(draft.blame([path]), f"{given} does not exist: name a folder or a dataset of the hub. {error}")
+    return errors
 
 
 def _start(draft: Draft, values: dict[str, Any]) -> Origin | None:

@@ -98,7 +98,7 @@ class ModelSpec:
     preset: str | None = field(default=None, metadata=NO_EFFECT | TRAINING_ONLY)  # the sizes are compared themselves
     """Name of a known model, such as "llama3-8b"; any other key here overrides its sizes. `phalanx models` lists the names."""
     from_: str | None = field(default=None, metadata=TRAINING_ONLY)
-    """A folder of Hugging Face weights, a run directory or a checkpoint whose model and weights training starts from."""
+    """A folder of Hugging Face weights, a model of the Hugging Face hub such as "Qwen/Qwen3-0.6B" or "org/name@revision", a run directory or a checkpoint, whose model and weights training starts from."""
     module: str | None = None
     """A custom model instead of the built-in decoder: "package.module:Class"; docs/own-model.md describes its interface."""
     options: tuple[tuple[str, str | int | float | bool], ...] = ()

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from phalanx.spec.draft import Draft
 from phalanx.spec.errors import RunError, toml
 from phalanx.spec.hf_config import model_spec
+from phalanx.spec.hub import local_path
 from phalanx.spec.keys import Key
 from phalanx.spec.model import ModelSpec
 from phalanx.spec.sources import TOKENIZER_FILE, vocabulary_size
@@ -30,11 +31,8 @@ class Origin(NamedTuple):
 
 
 def origin_folder(text: str) -> Path:
-    """`model.from` as a path."""
-    try:
-        return Path(text).expanduser()
-    except RuntimeError:  # the home directory of a user who does not exist
-        return Path(text)
+    """`model.from` as a path: for a name of the hub, its folder in the cache."""
+    return local_path(text)
 
 
 def origin(text: str) -> Origin | None:

@@ -23,7 +23,7 @@ class Source:
     paths: tuple[str, ...] = field(
         default=(), metadata=read_by("text", "jsonl", "parquet", "hf", "chat", "preferences", "tokens")
     )
-    """Files, folders, globs or URLs (s3://, gs://, https://, …); .gz and .zst are decompressed. Relative to the working directory."""
+    """Files, folders, globs or URLs (s3://, gs://, https://, …); .gz and .zst are decompressed. Relative to the working directory. hf: the folder of a dataset, or its name on the Hugging Face hub, such as "org/name@revision"."""
     documents: tuple[str, ...] = field(default=(), metadata=read_by("memory", "preferences"))
     """The documents themselves, for source = "memory"; for "preferences", chosen and rejected texts in turn, with the byte tokenizer. Meant for small tests."""
     split: str = field(default="train", metadata=read_by("hf"))
@@ -68,7 +68,7 @@ class Data(Source):
     mix: tuple[MixedSource, ...] = ()
     """A mixture instead of one source: a table [data.mix.NAME] for each source."""
     tokenizer: str = "byte"
-    """"byte": one token per byte and one for the end of a document, 257 in all; or a tokenizer.json, or a folder that holds one."""
+    """"byte": one token per byte and one for the end of a document, 257 in all; or a tokenizer.json, a folder that holds one, or a name of the Hugging Face hub, such as "gpt2" or "org/name@revision"."""
     end_token: str | None = None
     """The token that ends a document. Default: the tokenizer's end-of-sequence token."""
     packing: Literal["stream", "best-fit"] = "stream"

@@ -70,6 +70,11 @@ def names(folder: Path) -> set[str]:
     return set(header(folder / SINGLE)) if (folder / SINGLE).is_file() else set()
 
 
+def files(folder: Path) -> list[str]:
+    """The shards that a folder's index names, whether or not they exist."""
+    return sorted(set(_weight_map(folder / INDEX).values()))
+
+
 def header(file: Path) -> dict[str, Stored]:
     """The tensors of one file."""
     try:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.spec.errors import RunError, either, toml
+from phalanx.spec.hub import local_path, missing_message, parse
 from phalanx.spec.run import TOKENIZER_VOCAB, Source
 
 TOKENIZER_FILE = "tokenizer.json"
@@ -88,16 +89,21 @@ def vocabulary_size(tokenizer: str) -> int:
         return TOKENIZER_VOCAB[tokenizer]
     given = f"data.tokenizer = {toml(tokenizer)}"
     try:
-        path = Path(tokenizer).expanduser()
+        path = local_path(tokenizer) if parse(tokenizer) else Path(tokenizer).expanduser()
         path = path / TOKENIZER_FILE if path.is_dir() else path
         stamp = path.stat()
         return _largest_id(path, stamp.st_mtime_ns, stamp.st_size) + 1
     except FileNotFoundError:
+        if (why := missing_message(tokenizer)) is not None:
+            raise RunError(f"{given}: {why}") from None
         if Path(tokenizer).expanduser().is_dir():
             missing = f"{given} is a folder without {TOKENIZER_FILE}: name one that `tokenizers` or transformers wrote."
             raise RunError(missing) from None
         names = either(toml(name) for name in TOKENIZER_VOCAB)
-        remedy = f"give {names}, a {TOKENIZER_FILE}, or a folder that holds one; paths are taken from {Path.cwd()}."
+        remedy = (
+            f"give {names}, a {TOKENIZER_FILE}, a folder that holds one, or a name of the Hugging Face hub; paths are taken from "
+            f"{Path.cwd()}."
+        )
         raise RunError(f"{given} does not exist: {remedy}") from None
     except (OSError, RuntimeError) as error:  # RuntimeError: the home directory of a user who does not exist
         reason = error.strerror if isinstance(error, OSError) and error.strerror else error

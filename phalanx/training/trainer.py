@@ -33,7 +33,8 @@ from phalanx.observe.comm_timer import COMM_TIMER, span
 from phalanx.optim.optimizer import Optimizer, Resources, learning_rate
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.sharded_model import ShardedModel
-from phalanx.spec.errors import RunFailed
+from phalanx.spec.errors import RunError, RunFailed, toml
+from phalanx.spec.hub import missing_message
 from phalanx.spec.origin import origin_folder
 from phalanx.spec.plan import Plan
 from phalanx.spec.run import Run
@@ -133,6 +134,8 @@ class Trainer:
             return []
         from phalanx.training import initial_weights  # imports file readers that most runs do not need
 
+        if (why := missing_message(source)) is not None:
+            raise RunError(f"model.from = {toml(source)}: {why}")
         started = time.perf_counter()
         # A checkpoint holds the trained model, but nothing that is frozen.
         live = [self.state.frozen()] if resumed or self.sharded.adapters is not None else [self.tensors(), self.state.frozen()]

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from phalanx.checkpointing.directory import list_checkpoints
 from phalanx.checkpointing.location import Location
 from phalanx.checkpointing.replicas import replica_index
 from phalanx.checkpointing.replicas.memory_checkpoint import write_handoff
@@ -41,6 +42,8 @@ from phalanx.parallel.mesh import Mesh, abandoned, connect, disconnect
 from phalanx.recovery.diagnose import HangReport
 from phalanx.recovery.state import is_secondary_error
 from phalanx.spec.errors import PhalanxError, RunError, toml
+from phalanx.spec.hub import HubError, model_folder
+from phalanx.spec.pinned_names import pin_run
 from phalanx.spec.plan import Place, Plan
 from phalanx.spec.run import Run
 from phalanx.training.hooks.rank_faults import RankFaults
@@ -190,6 +193,7 @@ class Rank(RankProgram):
                 )
 
         try:
+            self._fetch_hub_files()
             data = open_dataset(self._run.data, self._run.train.sequence_length, self._run.train.seed, tell)
             differs = order.fingerprint and data.fingerprint != order.fingerprint
             why = "it differs from the data on the host that started the run: copy that here, or remove the host."
@@ -197,6 +201,16 @@ class Rank(RankProgram):
         except RunError as error:
             problem = f"{host}: {' '.join(error.problems)}"
         self._control.report(protocol.DataPrepared(problem=problem))
+
+    def _fetch_hub_files(self) -> None:
+        """Have the files of the run's hub names in the cache of this host, once for all its ranks. Raises RunError."""
+        run = pin_run(self._run)
+        if run.model.from_ is None or list_checkpoints(self._rundir.checkpoints):
+            return  # a resumed run has its weights in its checkpoint
+        try:
+            model_folder(run.model.from_)
+        except HubError as error:
+            raise RunError(f"model.from = {toml(run.model.from_)}: {error}") from None
 
     def _run_generation(self, order: protocol.BeginRank) -> int | None:
         """Train until the run or the generation ends; returns an exit code if the run has ended."""

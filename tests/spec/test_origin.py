@@ -164,7 +164,7 @@ def test_two_ways_to_say_what_the_model_is() -> None:
 @pytest.mark.parametrize("name", ["nowhere", "a" * 5000, "~nobody-of-that-name/x", "nul\x00byte"])
 def test_no_such_folder(name: str) -> None:
     (problem,) = problems(GOOD, f"model.from={json.dumps(name)}")
-    assert "does not exist: name a folder of Hugging Face weights, a run directory or a checkpoint." in problem
+    assert "does not exist: name a folder of Hugging Face weights, a run directory, a checkpoint or a model of the" in problem
 
 
 def test_a_folder_of_something_else(here: Path) -> None:
