@@ -63,14 +63,15 @@ def train(
     name: str = "run",
     fresh: bool = False,
     accept_changed_data: bool = False,
+    change: bool = False,
 ) -> Job:
     """Starts the workers of the run on this machine; iterate over `Job.events()` until the end.
 
     As on the command line, an unfinished run is resumed. A run whose text has changed since is refused, unless
-    `accept_changed_data` is set. The workers die with the calling thread.
+    `accept_changed_data` is set, and so is one with other settings; `change` accepts those that `phalanx train --change` does. The workers die with the calling thread.
     """
     directory = None if run_dir is None else Path(run_dir)
-    request = Request(directory=directory, fresh=fresh, accept_changed_data=accept_changed_data)
+    request = Request(directory=directory, fresh=fresh, accept_changed_data=accept_changed_data, change=change)
     return Job(prepare(_checked(run), name, request))
 
 

@@ -53,6 +53,13 @@ def train(
     accept_changed_data: Annotated[
         bool, Option("--accept-changed-data", help="Resume a run although its text has changed since it was saved.")
     ] = False,
+    change: Annotated[
+        bool,
+        Option(
+            "--change",
+            help="Resume a run with other values of learning rate, schedule, weight decay, betas, clipping, steps, sources of data or evaluation.",
+        ),
+    ] = False,
     unrehearsed: Annotated[
         bool, Option("--unrehearsed", help="Start a run although its rehearsal reports that it does not fit.")
     ] = False,
@@ -74,7 +81,9 @@ def train(
 ) -> None:
     """Train the model that RUN.toml describes. After a stop or a crash, the same command resumes the run."""
     place = torchrun_place()
-    request = Request(directory=run_dir, fresh=fresh, accept_changed_data=accept_changed_data, unrehearsed=unrehearsed)
+    request = Request(
+        directory=run_dir, fresh=fresh, accept_changed_data=accept_changed_data, change=change, unrehearsed=unrehearsed
+    )
     if place is not None and chaos:
         raise RunError("--chaos needs Phalanx's own supervisors, but torchrun started this process: use `phalanx train` alone.")
     if place is not None:
@@ -136,7 +145,12 @@ def _follow(job: Job, prepared: Prepared) -> None:
 def _train_as_job(run: Run, name: str, request: Request, chaos: str, *, dry_run: bool, json: bool) -> int:
     """Starts the run as a job that goes on without this process. Its first host prepares it."""
     launcher = run.cluster.launcher
-    unseen = {"--chaos": chaos, "--accept-changed-data": request.accept_changed_data, "--unrehearsed": request.unrehearsed}
+    unseen = {
+        "--chaos": chaos,
+        "--accept-changed-data": request.accept_changed_data,
+        "--change": request.change,
+        "--unrehearsed": request.unrehearsed,
+    }
     refuse(
         [
             f"{option} cannot be used with --on {launcher}: the first host of the job prepares the run, and does not see it."

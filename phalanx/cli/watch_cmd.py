@@ -13,7 +13,7 @@ from typer import Argument, Option
 from phalanx.cli.options import AsJson
 from phalanx.cli.output import console, finish
 from phalanx.dashboard.numbers import duration
-from phalanx.dashboard.progress import event_line
+from phalanx.dashboard.progress import changes_text, event_line
 from phalanx.dashboard.summary import Summary
 from phalanx.events.log import launch_events, read_events
 from phalanx.events.records import (
@@ -24,6 +24,7 @@ from phalanx.events.records import (
     HostsChecked,
     Recovered,
     RunStarted,
+    SettingsChanged,
     Stopped,
     WorkerFailed,
     WorkerStarted,
@@ -43,7 +44,8 @@ def status(run_dir: RunDirectory, json: AsJson = False) -> None:
     rundir = _run(run_dir)
     _catch_up(rundir)
     events = launch_events(rundir.events_file)
-    summary, state = Summary(read_events(rundir.events_file)), _state(rundir, events)
+    everything = read_events(rundir.events_file)
+    summary, state = Summary(everything), _state(rundir, events)
     hosts: dict[str, set[int]] = {}
     for event in events:
         if isinstance(event, WorkerStarted):
@@ -65,6 +67,7 @@ def status(run_dir: RunDirectory, json: AsJson = False) -> None:
         "failures": len([event for event in events if isinstance(event, FailureNoticed)]),
         "recovered": len([event for event in events if isinstance(event, Recovered)]),
         "checkpoint": summary.checkpoint,
+        "settings_changed": summary.settings_changed,
         "seconds_since_last_record": ago,
     }
     progress = program or f"step {summary.steps} of {summary.planned}"
@@ -72,6 +75,8 @@ def status(run_dir: RunDirectory, json: AsJson = False) -> None:
     for host, ranks in hosts.items():
         if ranks:
             console.print(f"  {host}: ranks {', '.join(map(str, sorted(ranks)))}", soft_wrap=True)
+    for event in [event for event in everything if isinstance(event, SettingsChanged)]:
+        console.print(f"  step {event.step}: settings changed: {changes_text(event)}", markup=False, soft_wrap=True)
     for event in events:
         if isinstance(event, HostsChecked | HostRejected) and (line := event_line(event)) is not None:
             line.pad_left(2)

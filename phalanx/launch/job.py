@@ -49,8 +49,8 @@ def first_events(prepared: Prepared) -> list[Event]:
         program=list(run.command.program or ()),
         saves=run.resumable,
     )
-    opened = () if prepared.opened is None else (prepared.opened,)
-    return [started, *opened, *(Warned(message=notice) for notice in prepared.notices)]
+    known = [event for event in (prepared.opened, prepared.changed) if event is not None]
+    return [started, *known, *(Warned(message=notice) for notice in prepared.notices)]
 
 
 def agent_settings(prepared: Prepared, chaos: str) -> AgentSettings:

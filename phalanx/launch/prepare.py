@@ -10,16 +10,16 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from phalanx.checkpointing import directory
 from phalanx.checkpointing.location import open_location
 from phalanx.data.dataset import Dataset, open_dataset
 from phalanx.events.log import read_events
-from phalanx.events.records import DataOpened, Finished, Step
+from phalanx.events.records import DataOpened, SettingsChanged, Step
 from phalanx.events.rundir import RunDir, replace_file
 from phalanx.host.probe import this_machine
-from phalanx.launch import run_checks
+from phalanx.launch import changed_settings, run_checks
 from phalanx.launch.launcher import Launcher, launcher
 from phalanx.launch.model_check import check_weights, measure, memory_problems
 from phalanx.planning.machines.hardware import mismatch
@@ -45,6 +45,8 @@ class Request:
     """Start from step 0 even if an unfinished run could be resumed."""
     accept_changed_data: bool = False
     """Resume although the text has changed since the checkpoint was saved."""
+    change: bool = False
+    """Resume with other values of settings that may change: learning rate, steps, data, evaluation and others."""
     unrehearsed: bool = False
     """Skip the rehearsal that checks whether the run fits in memory."""
 
@@ -65,6 +67,8 @@ class Prepared:
     """Fingerprint of its data, for runs on several hosts."""
     opened: DataOpened | None = None
     """What the run reads; None: a program of the user's own."""
+    changed: SettingsChanged | None = None
+    """Settings that differ from those of the state that it resumes from."""
 
 
 def prepare(
@@ -110,10 +114,12 @@ def prepare(
     notices = (*_notices(run, data, torchrun=ranks is not None), *run_checks.format_notices(planned.plan))
     rundir = choose_directory(run, name, request)
     try:
+        if request.directory is None and not request.fresh:
+            notices = (*changed_settings.other_run_notices(rundir, base, run), *notices)
         if (last := _last_plan(rundir)) is not None:
             planned = keep_layout(run, machine, last, ranks, size) or planned
-        resumes, changes = _check_resumption(rundir, planned, data, request)
-        if not resumes:  # a resumed run has its weights in its checkpoint
+        resumption = _check_resumption(rundir, planned, data, request)
+        if not resumption.resumes:  # a resumed run has its weights in its checkpoint
             check_weights(planned.run)
         if ranks is None:
             begin_launch(rundir, started_by)
@@ -121,8 +127,9 @@ def prepare(
         replace_file(rundir.plan_file, planned.plan.to_json())
         _copy_tokenizer(data.tokenizer.files, rundir.tokenizer)
         fingerprint = data.fingerprint if run.cluster.nodes > 1 else ""
-        opened = _opened(planned, data)
-        return Prepared(planned.run, planned.plan, rundir, started_by, resumes, (*changes, *notices), fingerprint, opened)
+        said = (*resumption.notices, *notices)
+        prepared = Prepared(planned.run, planned.plan, rundir, started_by, resumption.resumes, said, fingerprint)
+        return replace(prepared, opened=_opened(planned, data), changed=resumption.changed)
     except BaseException:
         rundir.release()  # so that the same program can try again
         raise
@@ -164,8 +171,13 @@ def begin_launch(rundir: RunDir, started_by: Launcher) -> None:
 def choose_directory(run: Run, name: str, request: Request) -> RunDir:
     """The directory of a run, locked: the one that the user names, else runs/NAME, or the first that is free. Raises RunError if a new
     run has a question open."""
+    if request.change and request.fresh:
+        raise RunError("--change continues a run, and --fresh starts a new one: use one of them.")
     if request.directory is not None:
-        return _use_directory(request.directory, run, request.fresh)
+        return _use_directory(request.directory, run, request, f"--run-dir {request.directory}")
+    if request.change:
+        found = changed_settings.directory_to_change(Path("runs") / name)
+        return _use_directory(found, run, request, str(found))
     return _choose_directory(Path("runs") / name, run, request.fresh)
 
 
@@ -186,30 +198,27 @@ def _copy_tokenizer(files: Sequence[Path], folder: Path) -> None:
         os.replace(partial, folder / file.name)
 
 
-def _use_directory(directory: Path, run: Run, fresh: bool) -> RunDir:
-    """Use the directory that the user named: it must be new, or hold this run."""
+def _use_directory(directory: Path, run: Run, request: Request, holder: str) -> RunDir:
+    """Use the directory that the user named: it must be new, or hold this run. `holder`: its name in sentences."""
     if directory.exists() and not directory.is_dir():
-        raise RunError(f"--run-dir {directory} is a file: name a directory, or one that does not exist yet.")
+        raise RunError(f"{holder} is a file: name a directory, or one that does not exist yet.")
     rundir = RunDir(directory)
     if _is_import(rundir):
         raise RunError(
-            f"--run-dir {directory} holds imported weights, not a run to resume: name another directory, and start "
+            f"{holder} holds imported weights, not a run to resume: name another directory, and start "
             f'from these weights with model.from = "{directory}".'
         )
-    if rundir.exists and fresh:
-        raise RunError(f"--run-dir {directory} already holds a run and --fresh was given: name another directory.")
-    if rundir.exists and (differences := changed(load(rundir.run_file), run)):
-        raise RunError(
-            f"--run-dir {directory} holds a run with other settings ({'; '.join(differences)}): name another directory, "
-            "or undo the change to continue that run."
-        )
+    if rundir.exists and request.fresh:
+        raise RunError(f"{holder} already holds a run and --fresh was given: name another directory.")
+    if rundir.exists:
+        changed_settings.check_changes(load(rundir.run_file), run, holder, "name another directory", change=request.change)
+    elif request.change:
+        raise RunError(f"--change continues a run with other settings, but {holder} holds none: remove --change to start one.")
     if rundir.exists and (reason := _unresumable(rundir, run)):
-        raise RunError(
-            f"--run-dir {directory} {reason}: name another directory, or remove this one, to start again from step 0."
-        )
+        raise RunError(f"{holder} {reason}: name another directory, or remove this one, to start again from step 0.")
     _create(rundir, run)
     if not rundir.acquire():
-        raise RunError(f"--run-dir {directory} is in use by a running job: wait for it, stop it, or name another directory.")
+        raise RunError(f"{holder} is in use by a running job: wait for it, stop it, or name another directory.")
     return rundir
 
 
@@ -219,7 +228,7 @@ def _choose_directory(base: Path, run: Run, fresh: bool) -> RunDir:
     while True:
         rundir = RunDir(base if number == 1 else base.with_name(f"{base.name}-{number}"))
         number += 1
-        if rundir.exists and (fresh or _is_finished(rundir) or _is_import(rundir) or _differs(rundir, run)):
+        if rundir.exists and (fresh or changed_settings.is_finished(rundir) or _is_import(rundir) or _differs(rundir, run)):
             continue
         if rundir.exists and _unresumable(rundir, run):
             continue
@@ -234,10 +243,6 @@ def _is_import(rundir: RunDir) -> bool:
         newest, _ = directory.newest(rundir.checkpoints)
         return newest is not None and directory.read_marker(newest).run.data is None
     return False
-
-
-def _is_finished(rundir: RunDir) -> bool:
-    return any(isinstance(event, Finished) for event in read_events(rundir.events_file))
 
 
 def _unresumable(rundir: RunDir, run: Run) -> str | None:
@@ -275,23 +280,31 @@ def _create(rundir: RunDir, run: Run) -> None:
         ) from None
 
 
-def _check_resumption(rundir: RunDir, planned: PlannedRun, data: Dataset, request: Request) -> tuple[bool, list[str]]:
-    """Whether there is a checkpoint to resume from, and notices about it.
+class _Resumption(NamedTuple):
+    resumes: bool = False
+    """There is a checkpoint to resume from."""
+    notices: tuple[str, ...] = ()
+    changed: SettingsChanged | None = None
 
-    A run whose text has changed is not resumed unless the user asks: its position in the data means something else now. A run that saves no
-    checkpoints has a directory of its own, and begins at step 0.
+
+def _check_resumption(rundir: RunDir, planned: PlannedRun, data: Dataset, request: Request) -> _Resumption:
+    """Whether there is a checkpoint to resume from, notices about it, and what has changed since.
+
+    A run whose text has changed is not resumed unless the user asks, or has named other text: its position in the data means something else
+    now. A run that saves no checkpoints has a directory of its own, and begins at step 0.
     """
     run, plan = planned.run, planned.plan
     if not run.checkpoint.save:
-        return False, []
+        return _Resumption()
     searched = run_checks.locations(run, rundir)
     path, _ = directory.newest(searched)
     if path is None:
         run_checks.check_lost(searched, rundir)
-        return False, []
+        before = rundir.run_file.read_text() if rundir.exists else dump(run)
+        return _Resumption(changed=changed_settings.settings_changed(before, run, 0))
     saved = directory.read_marker(path)
     if path.parent != open_location(rundir.checkpoints):
-        run_checks.check_owner(path, saved, run, new=not rundir.exists, fresh=request.fresh)
+        run_checks.check_owner(path, saved, run, new=not rundir.exists, fresh=request.fresh, change=request.change)
     replicas = saved.run.replicas or plan.layout.data
     if replicas != plan.layout.data:
         raise RunError(
@@ -299,11 +312,18 @@ def _check_resumption(rundir: RunDir, planned: PlannedRun, data: Dataset, reques
             f"{run.optimizer.sync_every}), so it cannot continue with layout.data = {plan.layout.data}: set "
             f"layout.data = {replicas}, or start again with --fresh or another --run-dir."
         )
+    changed = changed_settings.settings_changed(saved.run.run or dump(run), run, saved.step)
+    keys = changed.changes if changed is not None else {}
+    if request.change and "train.steps" in keys and run.steps <= saved.step:
+        raise RunError(
+            f"train.steps = {run.steps}, but the run in {rundir.path} has taken {saved.step} steps: set it to more to continue the run."
+        )
     if saved.run.data == data.fingerprint:
-        return True, []
+        return _Resumption(True, (), changed)
     text = f"The text of {run_checks.source_names(run)} has changed since {path} was saved"
-    if request.accept_changed_data:
-        return True, [f"{text}: as requested, the run continues at the same position of the new text."]
+    if request.accept_changed_data or any(key.startswith("data.") for key in keys):
+        notice = f"{text}: as requested, the run continues at the same position of the new text."
+        return _Resumption(True, (notice,), changed)
     raise RunError(
         f"{text}, so the run cannot continue where it stopped: restore the files, continue anyway with "
         "--accept-changed-data, or start again with --fresh or another --run-dir."
