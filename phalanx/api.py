@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,7 +25,10 @@ from phalanx.spec.run import Run
 if TYPE_CHECKING:
     from phalanx.comparison.compare_step import ComparisonSettings
     from phalanx.comparison.comparison_report import StepComparison
+    from phalanx.dashboard.run_list import RunInfo
+    from phalanx.launch.sweep import MemberResult
     from phalanx.rehearsal.result import Rehearsal
+    from phalanx.training.rate_search import RateSearch
     from phalanx.training.trainer import Trainer
     from phalanx.verification.parity import Report
 
@@ -89,6 +93,63 @@ def trainer(run: Run, *, checkpoints: str | Path = "checkpoints") -> Trainer:
     built.build()
     built.load_initial_weights()
     return built
+
+
+def lr_find(
+    run: Run, *, low: float = 1e-6, high: float = 1.0, steps: int = 100, on_step: Callable[[], None] = lambda: None
+) -> RateSearch:
+    """Searches a learning rate: takes steps in this process, on one device, with a rate that grows from `low` to `high`.
+
+    Its `suggestion` is where the loss falls fastest. Nothing is saved. `on_step` is called after each step.
+    """
+    import tempfile
+
+    from phalanx.spec.layout import Layout
+    from phalanx.training.rate_search import growing_rates, search_rate
+
+    if not (0 < low < high < float("inf")) or steps < 10:
+        raise RunError(f"lr_find: low = {low:g}, high = {high:g}, steps = {steps}: needs 0 < low < high and at least 10 steps.")
+    alone = replace(run.cluster, nodes=1, cpu_ranks=None, launcher="local")
+    run = replace(run, layout=Layout(), cluster=alone, checkpoint=replace(run.checkpoint, save=False))
+    run = replace(run, optimizer=replace(run.optimizer, sync_every=1))  # one device has no other to synchronize with
+    with tempfile.TemporaryDirectory(prefix="phalanx-") as folder:
+        built = trainer(run, checkpoints=Path(folder) / "checkpoints")
+        try:
+            return search_rate(built, growing_rates(low, high, steps), on_step)
+        finally:
+            built.close()
+
+
+def runs(folder: str | Path = "runs", *, sort: str = "when") -> list[RunInfo]:
+    """The runs in a folder and the folders below it, as `phalanx runs` lists them."""
+    from phalanx.dashboard.run_list import list_runs
+
+    return list_runs(Path(folder), sort)
+
+
+def sweep(
+    run: Run,
+    grid: Mapping[str, Sequence[object]],
+    *,
+    folder: str | Path = "runs/sweep",
+    parallel: int = 1,
+    show: Callable[[str], None] = lambda line: None,
+) -> list[MemberResult]:
+    """Trains the run with each combination of values, such as `{"optimizer.learning_rate": [1e-4, 3e-4]}`; returns the results, best first.
+
+    Every run is a process of its own, with a run directory in `folder` that its values name. A failed one does not end the others. The same
+    call resumes runs that were stopped, and does not repeat finished ones. `parallel`: runs side by side, each with its part of this
+    machine. `show` gets lines of text meanwhile.
+    """
+    from phalanx.launch.sweep import Sweep, members
+    from phalanx.spec.dump import dump
+    from phalanx.spec.errors import toml
+    from phalanx.spec.load import loads
+
+    text = dump(_checked(run))
+    written = {key: [toml(value) for value in values] for key, values in grid.items()}
+    found = members(written, Path(folder), lambda settings: loads(text, name="sweep", overrides=settings))
+    return Sweep(found, parallel).results(show)
 
 
 def verify(run: Run, *, steps: int = 8, ranks: int | None = None, account: bool = False, device: str = "cpu") -> Report:

@@ -14,18 +14,17 @@ from phalanx.cli.options import AsJson
 from phalanx.cli.output import console, finish
 from phalanx.dashboard.numbers import duration
 from phalanx.dashboard.progress import changes_text, event_line
+from phalanx.dashboard.run_list import run_state
 from phalanx.dashboard.summary import Summary
 from phalanx.events.log import launch_events, read_events
 from phalanx.events.records import (
     Event,
     FailureNoticed,
-    Finished,
     HostRejected,
     HostsChecked,
     Recovered,
     RunStarted,
     SettingsChanged,
-    Stopped,
     WorkerFailed,
     WorkerStarted,
 )
@@ -178,12 +177,8 @@ def _over(rundir: RunDir) -> bool:
 
 
 def _state(rundir: RunDir, events: list[Event]) -> str:
-    ending = next((event for event in reversed(events) if isinstance(event, Finished | Stopped | WorkerFailed)), None)
-    if not _over(rundir) and ending is None:
-        return "running"
-    if isinstance(ending, WorkerFailed):
-        return f"failed: {ending.reason}"
-    return "interrupted" if ending is None else "finished" if isinstance(ending, Finished) else "stopped"
+    state, reason = run_state(rundir, events)
+    return f"{state}: {reason}" if state == "failed" else state
 
 
 def _saves(events: list[Event]) -> bool:

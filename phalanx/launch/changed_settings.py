@@ -64,16 +64,16 @@ def directory_to_change(base: Path) -> Path:
     return found
 
 
-def other_run_notices(rundir: RunDir, base: Path, run: Run) -> list[str]:
-    """That a new directory is used, because the run before it has settings that it could have changed."""
-    _, _, number = rundir.path.name.rpartition("-")
-    if rundir.exists or rundir.path == base or not number.isdecimal():
+def other_run_notices(rundir: RunDir, run: Run) -> list[str]:
+    """That a new directory is used, because the run in the one before has other settings, which it could have changed."""
+    name, _, number = rundir.path.name.rpartition("-")
+    if rundir.exists or not number.isdecimal():
         return []
-    earlier = RunDir(base if number == "2" else base.with_name(f"{base.name}-{int(number) - 1}"))
+    earlier = RunDir(rundir.path.with_name(name if number == "2" else f"{name}-{int(number) - 1}"))
     try:
         found = recorded_changes(load(earlier.run_file), run)
         deciding = changes(load(earlier.run_file), run)
-    except RunError:  # of another version
+    except RunError:  # there is none, or one of another version
         return []
     if not found or not all(change.allowed for change in deciding) or is_finished(earlier):
         return []

@@ -23,7 +23,8 @@ from phalanx.launch import changed_settings, run_checks
 from phalanx.launch.launcher import Launcher, launcher
 from phalanx.launch.model_check import check_weights, measure, memory_problems
 from phalanx.planning.machines.hardware import mismatch
-from phalanx.spec.dump import changed, dump
+from phalanx.spec.dump import changed as changed_keys
+from phalanx.spec.dump import dump
 from phalanx.spec.errors import RunError, refuse
 from phalanx.spec.load import load
 from phalanx.spec.plan import Plan
@@ -114,12 +115,10 @@ def prepare(
     notices = (*_notices(run, data, torchrun=ranks is not None), *run_checks.format_notices(planned.plan))
     rundir = choose_directory(run, name, request)
     try:
-        if request.directory is None and not request.fresh:
-            notices = (*changed_settings.other_run_notices(rundir, base, run), *notices)
         if (last := _last_plan(rundir)) is not None:
             planned = keep_layout(run, machine, last, ranks, size) or planned
-        resumption = _check_resumption(rundir, planned, data, request)
-        if not resumption.resumes:  # a resumed run has its weights in its checkpoint
+        resumes, said, changed = _check_resumption(rundir, planned, data, request)
+        if not resumes:  # a resumed run has its weights in its checkpoint
             check_weights(planned.run)
         if ranks is None:
             begin_launch(rundir, started_by)
@@ -127,9 +126,8 @@ def prepare(
         replace_file(rundir.plan_file, planned.plan.to_json())
         _copy_tokenizer(data.tokenizer.files, rundir.tokenizer)
         fingerprint = data.fingerprint if run.cluster.nodes > 1 else ""
-        said = (*resumption.notices, *notices)
-        prepared = Prepared(planned.run, planned.plan, rundir, started_by, resumption.resumes, said, fingerprint)
-        return replace(prepared, opened=_opened(planned, data), changed=resumption.changed)
+        opened, said = _opened(planned, data), (*said, *notices)
+        return Prepared(planned.run, planned.plan, rundir, started_by, resumes, said, fingerprint, opened, changed)
     except BaseException:
         rundir.release()  # so that the same program can try again
         raise
@@ -263,7 +261,7 @@ def _differs(rundir: RunDir, run: Run) -> bool:
         old = load(rundir.run_file)
     except RunError:
         return True  # written by another version, or damaged: leave it alone
-    return bool(changed(old, run)) or (run.command.program is None and old.steps != run.steps)
+    return bool(changed_keys(old, run)) or (run.command.program is None and old.steps != run.steps)
 
 
 def _create(rundir: RunDir, run: Run) -> None:
@@ -301,7 +299,9 @@ def _check_resumption(rundir: RunDir, planned: PlannedRun, data: Dataset, reques
     if path is None:
         run_checks.check_lost(searched, rundir)
         before = rundir.run_file.read_text() if rundir.exists else dump(run)
-        return _Resumption(changed=changed_settings.settings_changed(before, run, 0))
+        changed = changed_settings.settings_changed(before, run, 0)
+        told = () if request.directory is not None or request.fresh else changed_settings.other_run_notices(rundir, run)
+        return _Resumption(False, tuple(told), changed)
     saved = directory.read_marker(path)
     if path.parent != open_location(rundir.checkpoints):
         run_checks.check_owner(path, saved, run, new=not rundir.exists, fresh=request.fresh, change=request.change)

@@ -4,7 +4,7 @@ embedding program may call `step()`, and recovery builds a new trainer on anothe
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -85,6 +85,8 @@ class Trainer:
         self.hooks = Hooks(HeartbeatHook(self.heartbeat))
         self.last_record: Step | StepSkipped | None = None
         """The record of the last step, on every rank."""
+        self.rate_of: Callable[[int], float] = lambda step: learning_rate(run.optimizer, step, run.steps)
+        """The learning rate of a step, from 0. May be replaced; nothing of it is saved."""
         self.is_built = False
         self.ready = False
         """The state is complete: initialized, loaded or restored."""
@@ -169,7 +171,7 @@ class Trainer:
 
     def _step(self, number: int) -> Step | StepSkipped | None:
         started = time.perf_counter()
-        rate = learning_rate(self.run.optimizer, self.progress.step, self.run.steps)
+        rate = self.rate_of(self.progress.step)
         self.hooks.before_batch(number)
         with span("loading"):
             batches = self.feed.next(self.progress.samples)
