@@ -13,7 +13,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TextIO
 
@@ -21,7 +20,6 @@ from phalanx.dashboard.run_list import RunInfo, best_loss, run_info
 from phalanx.events.rundir import RunDir, replace_file
 from phalanx.host.env import environment_with_gpus
 from phalanx.host.probe import this_machine
-from phalanx.host.process_tree import die_with
 from phalanx.launch.changed_settings import is_finished
 from phalanx.spec.dump import changed, dump
 from phalanx.spec.errors import RunError
@@ -31,7 +29,15 @@ from phalanx.spec.plan import Machine
 from phalanx.spec.run import Run
 
 _POLL = 0.1  # seconds between two looks at the processes
+_PROGRAM = (
+    "import sys; from phalanx.host.process_tree import die_with; die_with(int(sys.argv.pop(1))); "
+    "from phalanx.__main__ import main; main()"
+)
+"""`phalanx`, which ends with the process whose id is its first argument."""
 _UNSAFE = re.compile(r"[^\w.+=,-]+")
+
+
+_BRACKETS = "[]\"' "
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +130,7 @@ def members(grid: Mapping[str, Sequence[str]], folder: Path, make: Callable[[lis
     for chosen in itertools.product(*grid.values()):
         values = dict(zip(grid, chosen, strict=True))
         short = {key if last[key.rpartition(".")[2]] > 1 else key.rpartition(".")[2]: value for key, value in values.items()}
-        name = _UNSAFE.sub("_", ",".join(f"{key}={value}" for key, value in short.items()))
+        name = _UNSAFE.sub("_", ",".join(f"{key}={value.strip(_BRACKETS)}" for key, value in short.items()))
         try:
             run = make([f"{key}={value}" for key, value in values.items()])
         except RunError as error:
@@ -219,17 +225,16 @@ class Sweep:
         file = member.file(".toml")
         replace_file(file, dump(self._runs[member.name]))
         slot = next(number for number in range(self._parallel) if number not in self._live)
-        command = [sys.executable, "-m", "phalanx", "train", str(file), "--run-dir", str(member.directory), *self._options]
+        words = ["train", str(file), "--run-dir", str(member.directory), *self._options]
         show(f"{member.name}: training ({self._members.index(member) + 1} of {len(self._members)})")
         with member.file(".log").open("w") as log:
             process = subprocess.Popen(
-                command,
+                [sys.executable, "-c", _PROGRAM, str(os.getpid()), *words],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
                 env=None if self._gpus is None else environment_with_gpus(slot * self._gpus, self._gpus),
                 start_new_session=True,  # Ctrl-C reaches it through `stop` alone, once
-                preexec_fn=partial(die_with, os.getpid()),
             )
         self._live[slot] = _Live(member, process, member.file(".log").open(errors="replace"))
 

@@ -13,7 +13,7 @@ from commands import FinishedRuns, Workshop
 import phalanx as px
 
 PAGE = (Path(__file__).parents[2] / "docs" / "python.md").read_text()
-(EXAMPLE,) = re.findall(r"<!-- run by [^>]*-->\n```python\n(.*?)```", PAGE, re.S)
+EXAMPLE, SWEEP = re.findall(r"```python\n(.*?)```", PAGE, re.S)
 
 
 def test_the_example_runs_as_written(workshop: Workshop) -> None:
@@ -30,6 +30,17 @@ def test_the_example_runs_as_written(workshop: Workshop) -> None:
     assert any(line.startswith("the ") for line in lines)
     assert (workshop.path / "first-hf" / "config.json").is_file() and "parameters in first-hf" in ended.out
     assert (workshop.path / "runs/by-hand/checkpoints/step-00000006/commit.json").is_file()
+
+
+def test_the_sweep_runs_as_written(workshop: Workshop) -> None:
+    prelude = 'import phalanx as px\nrun = px.load("tiny.toml", ["train.steps=2"])\n'
+    ended = workshop.run("-c", prelude + SWEEP, program=[sys.executable, "-W", "error"])
+    assert ended.code == 0, ended
+    listed = {Path(run.path).name: run for run in px.runs(workshop.path / "runs")}
+    assert set(listed) == {"learning_rate=0.0001", "learning_rate=0.0003"}
+    best = min(listed, key=lambda name: listed[name].eval_loss or float("inf"))
+    assert ended.out.splitlines()[-1] == f"{best} {listed[best].eval_loss}"
+    assert ended.out.count(": finished\n") == 2, "the lines of `show`"
 
 
 def test_the_page_lists_every_verb_and_each_is_documented() -> None:

@@ -49,6 +49,7 @@ def test_a_sweep_trains_all_ranks_them_and_survives_a_failing_one(workshop: Work
     assert "2/2" in listed.shown and "finished" in listed.shown
 
 
+@pytest.mark.slow
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="two runs side by side need two cores")
 def test_a_stopped_sweep_saves_and_the_same_command_resumes_it(workshop: Workshop) -> None:
     command = ("train", "tiny.toml", "--sweep", "train.seed=1,2,3", "--parallel", "2", "--run-dir", "grid", "--json")
