@@ -8,13 +8,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
+from rich.table import Table
 from typer import Argument, Option
 
 from phalanx.cli.lost_terminal import stopped_by_signals
 from phalanx.cli.options import AsJson, Overrides, RunFile, check_folders
 from phalanx.cli.output import console, finish, plain_table, progress_bar, write_file
 from phalanx.control.protocol import RESUMABLE
-from phalanx.dashboard.numbers import count, number, short_duration
+from phalanx.dashboard.numbers import count, duration, number
 from phalanx.dashboard.run_list import ORDERS, RunInfo, list_runs
 from phalanx.launch.prepare import Request
 from phalanx.launch.sweep import MemberResult, Sweep, members, parse_sweep
@@ -35,16 +36,23 @@ def runs(
     if found:
         now = time.time()
         rows = [
-            (_name(run.path, folder), run.state, *_numbers(run), f"{short_duration(max(0.0, now - run.time))} ago")
-            for run in found
+            (_name(run.path, folder), run.state, *_numbers(run), f"{duration(max(0.0, now - run.time))} ago") for run in found
         ]
-        console.print(plain_table(("run", "state", *_TITLES, "when"), rows))
+        console.print(_table(("run", "state", *_TITLES, "when"), rows))
     else:
         console.print(f"{folder} holds no runs.", soft_wrap=True)
     finish(json, {"folder": str(folder), "runs": [run.to_json() for run in found]})
 
 
 _TITLES = ("step", "loss", "held-out", "tokens/s")
+
+
+def _table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    """A table in which long names are folded, and numbers never."""
+    table = plain_table(titles, rows)
+    for place, column in enumerate(table.columns):
+        column.no_wrap, column.overflow = place > 0, "fold"
+    return table
 
 
 def _numbers(run: RunInfo) -> tuple[str, ...]:
@@ -84,7 +92,7 @@ def _show_results(results: Sequence[MemberResult]) -> None:
         (result.name, result.state, *(("–",) * len(_TITLES) if result.info is None else _numbers(result.info)))
         for result in results
     ]
-    console.print(plain_table(("run", "state", *_TITLES), rows))
+    console.print(_table(("run", "state", *_TITLES), rows))
     for result in results:
         if result.error is not None:
             console.print(f"{result.name}: {result.error[:_LINE]}", style="red", markup=False, soft_wrap=True)

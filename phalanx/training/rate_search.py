@@ -11,10 +11,14 @@ from phalanx.events.records import Step, plain
 from phalanx.spec.json_value import JsonObject
 from phalanx.training.trainer import Trainer
 
-_SMOOTHING = 0.9
-"""Weight of the past in the running mean of the loss."""
+_WINDOW = 25
+"""The running mean of N losses takes N/25 of them on each side."""
+_RECENT = 5
+"""Last losses whose mean tells whether the loss diverges."""
 _DIVERGED = 1.5
-"""The search ends when the smoothed loss exceeds its minimum by this factor."""
+"""The search ends when they exceed the lowest running mean by this factor."""
+_GROWN = 1.1
+"""The descent ends where the running mean exceeds its minimum so far by this factor: what falls after a spike only recovers from it."""
 _FALL = 0.01
 """Part of the loss by which it must fall for a suggestion."""
 _LEAST = 5
@@ -29,20 +33,20 @@ class RateSearch:
     losses: list[float]
     """Of each rate, before its update."""
     smooth: list[float]
-    """Running mean of the losses."""
+    """Centered running mean of the losses."""
     suggestion: float | None
     """The rate at which the smoothed loss falls fastest; None: it never falls."""
     lowest: float | None
-    """The rate at which the smoothed loss is lowest. Higher ones are too high."""
+    """The rate at which the smoothed loss is lowest before it first grows. Higher ones are too high."""
     diverged: bool
-    """The loss grew or was not finite before the last rate was reached."""
+    """The loss grew, or was not finite, before the last rate was reached."""
 
     @property
     def sentence(self) -> str:
         """The result for people."""
         if self.suggestion is None or self.lowest is None:
             return "no suggestion: the loss does not fall; try lower or higher rates with --low and --high, or more --steps"
-        end = "it diverges soon after" if self.diverged else "it does not diverge up to the last rate: try a higher --high"
+        end = "then it grows" if self.diverged else "it does not grow up to the last rate: try a higher --high"
         return (
             f"optimizer.learning_rate = {self.suggestion:.1e} is suggested: there the loss falls fastest; it is lowest at "
             f"{self.lowest:.1e}, and {end}"
@@ -73,35 +77,35 @@ def search_rate(trainer: Trainer, rates: Sequence[float], on_step: Callable[[], 
         record = trainer.step()
         on_step()
         losses.append(record.loss if isinstance(record, Step) else math.nan)
-        smooth = smoothed(losses)
-        if not math.isfinite(losses[-1]) or smooth[-1] > _DIVERGED * min(smooth):
-            return conclude(rates[: len(losses)], losses, diverged=True)
-    return conclude(rates, losses, diverged=False)
+        recent = sum(losses[-_RECENT:]) / _RECENT
+        if not math.isfinite(losses[-1]) or (len(losses) > _RECENT and recent > _DIVERGED * min(smoothed(losses))):
+            break
+    return conclude(rates[: len(losses)], losses)
 
 
 def smoothed(losses: Sequence[float]) -> list[float]:
-    """Exponential running mean without the bias towards zero of its beginning."""
-    mean, means = 0.0, []
-    for number, loss in enumerate(losses, 1):
-        mean = _SMOOTHING * mean + (1 - _SMOOTHING) * loss
-        means.append(mean / (1 - _SMOOTHING**number))
-    return means
+    """Centered running mean, whose window shrinks towards both ends: unlike one of the past, it does not lag behind the rate."""
+    half, last = max(1, len(losses) // _WINDOW), len(losses) - 1
+    spans = [min(half, place, last - place) for place in range(len(losses))]
+    return [sum(losses[place - span : place + span + 1]) / (2 * span + 1) for place, span in enumerate(spans)]
 
 
-def conclude(rates: Sequence[float], losses: Sequence[float], *, diverged: bool) -> RateSearch:
-    """The result of a search: the steepest descent of the smoothed loss over the logarithm of the rate, before its minimum."""
+def conclude(rates: Sequence[float], losses: Sequence[float]) -> RateSearch:
+    """The result of a search: the steepest descent of the smoothed loss over the logarithm of the rate, before the loss first grows."""
     smooth = smoothed(losses)
-    finite = [index for index, loss in enumerate(smooth) if math.isfinite(loss)]
+    bottom = descent = 0
+    for place, loss in enumerate(smooth):
+        if not loss <= _GROWN * smooth[bottom]:  # or it is not finite
+            break
+        descent, bottom = place + 1, place if loss < smooth[bottom] else bottom
     suggestion = lowest = None
-    if len(finite) >= _LEAST:
-        bottom = min(finite, key=lambda index: smooth[index])
-        slopes = {
-            index: (smooth[index + 1] - smooth[index - 1]) / math.log(rates[index + 1] / rates[index - 1])
-            for index in range(1, bottom)
-        }
-        steepest = min(slopes, key=lambda index: slopes[index], default=None)
-        if steepest is not None and smooth[0] - smooth[bottom] > _FALL * abs(smooth[0]):
-            suggestion, lowest = rates[steepest], rates[bottom]
+    slopes = {
+        place: (smooth[place + 1] - smooth[place - 1]) / math.log(rates[place + 1] / rates[place - 1])
+        for place in range(1, bottom)
+    }
+    if descent >= _LEAST and slopes and smooth[0] - smooth[bottom] > _FALL * abs(smooth[0]):
+        suggestion, lowest = rates[min(slopes, key=lambda place: slopes[place])], rates[bottom]
+    diverged = descent < len(losses)
     return RateSearch(
         rates=list(rates), losses=list(losses), smooth=smooth, suggestion=suggestion, lowest=lowest, diverged=diverged
     )

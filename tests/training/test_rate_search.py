@@ -25,17 +25,26 @@ def test_the_suggestion_is_where_the_loss_falls_fastest() -> None:
     """A loss that falls in a sigmoid around 1e-3, and rises from 1e-1 on."""
     rates = growing_rates(1e-6, 1.0, 200)
     losses = [4 - 2 / (1 + math.exp(-3 * math.log10(rate / 1e-3))) + max(0.0, 8 * math.log10(rate / 1e-1)) for rate in rates]
-    found = conclude(rates, losses, diverged=True)
+    found = conclude(rates, losses)
     assert found.suggestion is not None and found.lowest is not None
-    assert 1e-3 < found.suggestion < 4e-3, "the running mean lags a little"
-    assert 1e-2 < found.lowest < 3e-1 and found.suggestion < found.lowest
+    assert found.suggestion == pytest.approx(1e-3, rel=0.1)
+    assert 3e-2 < found.lowest < 3e-1 and found.diverged
     assert f"{found.suggestion:.1e}" in found.sentence
+
+
+def test_a_loss_that_recovers_from_a_spike_is_no_descent() -> None:
+    rates = growing_rates(1e-6, 1.0, 100)
+    losses = [4 - 2 / (1 + math.exp(-3 * math.log10(rate / 1e-3))) for rate in rates]
+    spiked = [12.0 if 1e-2 < rate < 1.5e-2 else loss for rate, loss in zip(rates, losses, strict=True)]
+    plain, found = conclude(rates, losses), conclude(rates, spiked)
+    assert plain.suggestion == found.suggestion and found.lowest is not None and found.lowest < 1e-2
+    assert (plain.diverged, found.diverged) == (False, True) and plain.lowest == pytest.approx(1.0)
 
 
 def test_without_a_falling_loss_nothing_is_suggested() -> None:
     rates = growing_rates(1e-6, 1.0, 20)
     for losses in ([float(number) for number in range(20)], [2.0] * 20, [math.nan] * 20):
-        found = conclude(rates, losses, diverged=True)
+        found = conclude(rates, losses)
         assert (found.suggestion, found.lowest) == (None, None) and "no suggestion" in found.sentence
 
 
