@@ -210,7 +210,7 @@ def _use_directory(directory: Path, run: Run, request: Request, holder: str) -> 
         raise RunError(f"{holder} already holds a run and --fresh was given: name another directory.")
     if rundir.exists:
         changed_settings.check_changes(load(rundir.run_file), run, holder, "name another directory", change=request.change)
-    elif request.change:
+    elif request.change and run.checkpoint.url is None:  # at a URL there may be a run that this machine has not seen
         raise RunError(f"--change continues a run with other settings, but {holder} holds none: remove --change to start one.")
     if rundir.exists and (reason := _unresumable(rundir, run)):
         raise RunError(f"{holder} {reason}: name another directory, or remove this one, to start again from step 0.")
