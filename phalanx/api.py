@@ -1,13 +1,15 @@
-"""The Python API: plan, train, verify and rehearse a run, and compare its step. `phalanx` exports these functions."""
+"""The Python API: every verb as a function. `phalanx` exports them; docs/python.md describes them."""
 
 from __future__ import annotations
 
 import sys
 import threading
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypedDict, Unpack
 
+from phalanx.events.records import Event
 from phalanx.host.env import torchrun_place
 from phalanx.host.probe import this_machine
 from phalanx.launch.job import Job
@@ -27,9 +29,27 @@ from phalanx.spec.run import Run
 if TYPE_CHECKING:
     from phalanx.comparison.compare_step import ComparisonSettings
     from phalanx.comparison.comparison_report import StepComparison
+    from phalanx.dashboard.run_list import RunInfo
+    from phalanx.evaluation.convert import Converted
+    from phalanx.evaluation.sample_text import Generation
+    from phalanx.evaluation.text_loss import Evaluation
+    from phalanx.launch.sweep import MemberResult
+    from phalanx.models.sampling import Sampling
     from phalanx.rehearsal.result import Rehearsal
+    from phalanx.training.rate_search import RateSearch
     from phalanx.training.trainer import Trainer
     from phalanx.verification.parity import Report
+
+
+class ResumeOptions(TypedDict, total=False):
+    """How `train` treats a run that is in its directory."""
+
+    fresh: bool
+    """Start a new run even if an unfinished one could be resumed."""
+    accept_changed_data: bool
+    """Resume a run although its text has changed since it was saved."""
+    change: bool
+    """Resume a run with other values of the settings that `phalanx train --change` accepts."""
 
 
 def plan(run: Run) -> Plan:
@@ -63,21 +83,24 @@ def train(
     *,
     run_dir: str | Path | None = None,
     name: str = "run",
-    fresh: bool = False,
-    accept_changed_data: bool = False,
+    on_event: Callable[[Event], None] | None = None,
+    **options: Unpack[ResumeOptions],
 ) -> Job:
-    """Starts the workers of the run on this machine; iterate over `Job.events()` until the end.
+    """Starts the workers of the run on this machine; call `Job.wait()`, or iterate over `Job.events()`, until the end.
 
-    As on the command line, an unfinished run is resumed. A run whose text has changed since is refused, unless
-    `accept_changed_data` is set. The workers die with the calling thread.
+    `run_dir`: the directory of the run; without it, runs/`name`. `on_event` is called with every event that is read, such as
+    `phalanx.events.records.Step`; it may call `Job.stop`. As on the command line, an unfinished run is resumed; `options` are those of `ResumeOptions`:
+    `fresh`, `accept_changed_data` and `change`. The workers die with the calling thread.
     """
     directory = None if run_dir is None else Path(run_dir)
-    request = Request(directory=directory, fresh=fresh, accept_changed_data=accept_changed_data)
-    return Job(prepare(_checked(run), name, request))
+    return Job(prepare(_checked(run), name, Request(directory=directory, **options)), on_event=on_event)
 
 
-def trainer(run: Run, *, checkpoints: str | Path = "checkpoints") -> Trainer:
-    """A trainer in this process with its initial weights, ready to step: a single process, or one rank of torchrun."""
+def trainer(run: Run, *, checkpoints: str | Path = "checkpoints", on_event: Callable[[Event], None] | None = None) -> Trainer:
+    """A trainer in this process with its initial weights, ready to step: a single process, or one rank of torchrun.
+
+    `on_event` is called with every event of its steps, evaluations, saves and restorations.
+    """
     from phalanx.parallel.mesh import connect
     from phalanx.planning.planner import plan_run
     from phalanx.training.trainer import Trainer
@@ -91,7 +114,117 @@ def trainer(run: Run, *, checkpoints: str | Path = "checkpoints") -> Trainer:
     built = Trainer(run, plan, connect(place, plan.device, run.resilience.timeout, plan.layout), Path(checkpoints))
     built.build()
     built.load_initial_weights()
+    built.on_event = on_event
     return built
+
+
+def generate(
+    checkpoint: str | Path,
+    prompt: str = "",
+    *,
+    tokens: int = 200,
+    sampling: Sampling | None = None,
+    device: str | None = None,
+) -> Generation:
+    """Samples text from a checkpoint, the newest one of a run directory, or a Hugging Face folder.
+
+    `tokens`: at most so many; `sampling`: `px.Sampling(temperature=…, top_k=…, top_p=…, seed=…)`, by default a temperature of 0.8.
+    """
+    from phalanx.evaluation.open_model import open_model
+    from phalanx.evaluation.sample_text import sample_text
+    from phalanx.models.sampling import Sampling
+
+    if tokens < 1:
+        raise RunError(f"generate: tokens = {tokens} must be at least 1.")
+    return sample_text(open_model(checkpoint, device), prompt, tokens, sampling or Sampling(temperature=0.8))
+
+
+def evaluate(
+    checkpoint: str | Path,
+    *,
+    paths: Sequence[str | Path] = (),
+    sequences: int | None = None,
+    batch: int | None = None,
+    device: str | None = None,
+) -> Evaluation:
+    """Loss and perplexity of a checkpoint, of the newest one of a run directory, or of a Hugging Face folder.
+
+    On the held-out text of the run, by source, or on the text in `paths`. `sequences`: at most so many windows of each source.
+    """
+    from phalanx.evaluation.open_model import open_model
+    from phalanx.evaluation.text_loss import TextOptions, text_loss
+
+    named = {"paths": tuple(map(str, paths))} if paths else {}
+    return text_loss(open_model(checkpoint, device), TextOptions(source=named, sequences=sequences, batch=batch))
+
+
+def export(checkpoint: str | Path, folder: str | Path, *, dtype: str | None = None) -> Converted:
+    """Writes a checkpoint, or the newest one of a run directory, as a new folder that transformers loads.
+
+    `dtype`: "fp32", "bf16" or "fp16"; by default as stored.
+    """
+    from phalanx.evaluation.convert import TORCH, export_checkpoint
+
+    if dtype is not None and dtype not in TORCH:
+        raise RunError(f"export: dtype = {dtype}: choose {', '.join(TORCH)}.")
+    return export_checkpoint(checkpoint, Path(folder), dtype)
+
+
+def lr_find(
+    run: Run, *, low: float = 1e-6, high: float = 1.0, steps: int = 100, on_step: Callable[[], None] = lambda: None
+) -> RateSearch:
+    """Searches a learning rate: takes steps in this process, on one device, with a rate that grows from `low` to `high`.
+
+    Its `suggestion` is where the loss falls fastest. Nothing is saved. `on_step` is called after each step.
+    """
+    import tempfile
+
+    from phalanx.spec.layout import Layout
+    from phalanx.training.rate_search import growing_rates, search_rate
+
+    if not (0 < low < high < float("inf")) or steps < 10:
+        raise RunError(f"lr_find: low = {low:g}, high = {high:g}, steps = {steps}: needs 0 < low < high and at least 10 steps.")
+    alone = replace(run.cluster, nodes=1, cpu_ranks=None, launcher="local")
+    run = replace(run, layout=Layout(), cluster=alone, checkpoint=replace(run.checkpoint, save=False))
+    run = replace(run, optimizer=replace(run.optimizer, sync_every=1))  # one device has no other to synchronize with
+    with tempfile.TemporaryDirectory(prefix="phalanx-") as folder:
+        built = trainer(run, checkpoints=Path(folder) / "checkpoints")
+        try:
+            return search_rate(built, growing_rates(low, high, steps), on_step)
+        finally:
+            built.close()
+
+
+def runs(folder: str | Path = "runs", *, sort: str = "when") -> list[RunInfo]:
+    """The runs in a folder and the folders below it, as `phalanx runs` lists them."""
+    from phalanx.dashboard.run_list import list_runs
+
+    return list_runs(Path(folder), sort)
+
+
+def sweep(
+    run: Run,
+    grid: Mapping[str, Sequence[object]],
+    *,
+    folder: str | Path = "runs/sweep",
+    parallel: int = 1,
+    show: Callable[[str], None] = lambda line: None,
+) -> list[MemberResult]:
+    """Trains the run with each combination of values, such as `{"optimizer.learning_rate": [1e-4, 3e-4]}`; returns the results, best first.
+
+    Every run is a process of its own, with a run directory in `folder` that its values name. A failed one does not end the others. The same
+    call resumes runs that were stopped, and does not repeat finished ones. `parallel`: runs side by side, each with its part of this
+    machine. `show` gets lines of text meanwhile.
+    """
+    from phalanx.launch.sweep import Sweep, members
+    from phalanx.spec.dump import dump
+    from phalanx.spec.errors import toml
+    from phalanx.spec.load import loads
+
+    text = dump(_checked(run))
+    written = {key: [toml(value) for value in values] for key, values in grid.items()}
+    found = members(written, Path(folder), lambda settings: loads(text, name="sweep", overrides=settings))
+    return Sweep(found, parallel).results(show)
 
 
 def verify(run: Run, *, steps: int = 8, ranks: int | None = None, account: bool = False, device: str = "cpu") -> Report:

@@ -61,7 +61,7 @@ def test_every_command_of_the_readme_exists() -> None:
         if group.typer_instance.info.invoke_without_command is True:
             verbs.add(group.name)
     groups = {group.name for group in app.registered_groups}
-    rows = re.findall(r"^\| `phalanx (\w+)(?: ([a-z]+))?", README, re.M)
+    rows = re.findall(r"^\| `phalanx ([\w-]+)(?: ([a-z]+))?", README, re.M)
     assert {f"{verb} {inner}".strip() if verb in groups else verb for verb, inner in rows} == verbs
     makefile = (ROOT / "Makefile").read_text()
     for target in re.findall(r"\bmake ([a-z-]+)", README + (ROOT / "CONTRIBUTING.md").read_text()):

@@ -21,6 +21,7 @@ from phalanx.host.process_tree import stop_signals
 
 if TYPE_CHECKING:
     from phalanx.launch.job import Job
+    from phalanx.launch.sweep import Sweep
 
 _WORKING_VERBS = ("train", "launch", "node", "tokenize", "import", "export")
 _GONE = (errno.EPIPE, errno.EIO, errno.ENXIO)  # a closed pipe, a closed terminal
@@ -72,7 +73,7 @@ def _tolerant(stream: TextIO, goes_on: bool) -> TextIO:
 
 
 @contextmanager
-def stopped_by_signals(job: Job) -> Iterator[None]:
+def stopped_by_signals(job: Job | Sweep) -> Iterator[None]:
     """Inside, the first SIGINT or SIGTERM makes the job save and stop, the second kills it. Notices of a batch system and hang-ups make it
     save and stop too, and may be repeated: a terminal that closes may send SIGHUP twice, and a service manager SIGTERM after it."""
     stopping, ordered = threading.Event(), threading.Event()

@@ -30,6 +30,8 @@ _VERBS = {
     "train": "train_cmd.train",
     "launch": "launch_cmd.launch",
     "node": "node_cmd.node",
+    "runs": "runs_cmd.runs",
+    "lr-find": "runs_cmd.lr_find",
     "status": "watch_cmd.status",
     "logs": "watch_cmd.logs",
     "stop": "watch_cmd.stop",

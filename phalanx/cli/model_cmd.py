@@ -5,11 +5,9 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
-from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Option
 
@@ -32,19 +30,15 @@ from phalanx.cli.output import console, finish, plain_table, report_checkpoint, 
 from phalanx.dashboard.data_tables import tokenizing
 from phalanx.dashboard.numbers import count, number, percent, visible
 from phalanx.data.chat_turns import chat_source
-from phalanx.data.dataset import open_corpus, open_dataset
-from phalanx.data.pack import Batch
 from phalanx.spec import hf_config
-from phalanx.spec.errors import RunError, refuse
+from phalanx.spec.errors import refuse
 from phalanx.spec.hub import local_path
-from phalanx.spec.pinned_names import pin_source
-from phalanx.spec.run import Run
-from phalanx.spec.sources import kind
 
 if TYPE_CHECKING:
     from phalanx.evaluation.conversation import Conversation
     from phalanx.evaluation.open_model import Opened
     from phalanx.evaluation.score import Measured
+    from phalanx.evaluation.text_loss import TextOptions
     from phalanx.models.sampling import Sampling
 
 
@@ -74,24 +68,16 @@ def eval(
     settings = {key: value for key, value in given.items() if value}
     checkpoint = str(pin_model(checkpoint))
     _check_source(checkpoint, settings, choices)
-    options = _Options(settings, sequence_length, sequences, batch, max_bad_records)
     from phalanx.evaluation.open_model import open_model
+    from phalanx.evaluation.text_loss import TextOptions
 
+    options = TextOptions(
+        source=settings, sequence_length=sequence_length, sequences=sequences, batch=batch, max_bad_records=max_bad_records
+    )
     opened = open_model(checkpoint, device)
     used = report_checkpoint(opened.path, opened.step, opened.damaged)
     result = _loss(opened, options) if choices is None else _choices(opened, choices, options)
     finish(json, result | used)
-
-
-class _Options(NamedTuple):
-    """The options of one call."""
-
-    source: dict[str, Any]
-    """Settings of the source to evaluate: keys of the table [data]."""
-    sequence_length: int | None
-    sequences: int | None
-    batch: int | None
-    max_bad_records: int | None
 
 
 def _check_source(checkpoint: str, source: dict[str, Any], choices: Path | None) -> None:
@@ -107,7 +93,7 @@ def _check_source(checkpoint: str, source: dict[str, Any], choices: Path | None)
     refuse(problems)
 
 
-def _choices(opened: Opened, path: Path, options: _Options) -> dict[str, Any]:
+def _choices(opened: Opened, path: Path, options: TextOptions) -> dict[str, Any]:
     from phalanx.evaluation.choices import BadRecords, choose, read_questions
     from phalanx.evaluation.open_model import scorer
 
@@ -134,72 +120,14 @@ def _choices(opened: Opened, path: Path, options: _Options) -> dict[str, Any]:
     return {name: getattr(chosen, name) for name in names} | {"skipped": dict(bad.reasons)}
 
 
-def _loss(opened: Opened, options: _Options) -> dict[str, Any]:
-    from phalanx.evaluation.score import Measured, measure
+def _loss(opened: Opened, options: TextOptions) -> dict[str, Any]:
+    from phalanx.evaluation.text_loss import text_loss
 
-    compute, mask = opened.compute, opened.run.data.document_mask
-    parts = _given_source(opened, options) if options.source else _held_out(opened, options)
-    measured = {
-        name: measure(opened.model, opened.tokenizer, tracked(batches, name, total), compute=compute, document_mask=mask)
-        for name, total, batches in parts
-    }
-    whole = sum(measured.values(), Measured())
-    if not whole.tokens:
-        raise RunError("The text has no token to predict: name text of two tokens or more.")
-    _show(measured, whole)
-    return whole.table() | {"sources": {name: part.table() for name, part in measured.items()}}
-
-
-def _held_out(opened: Opened, options: _Options) -> Iterator[tuple[str, int, Iterator[Batch]]]:
-    """The held-out text of the run, by source: name, number of batches, batches."""
-    from phalanx.evaluation.open_model import usual_batch
-    from phalanx.evaluation.score import held_out
-
-    run, batch = opened.run, options.batch or usual_batch(opened)
-    if run.train.objective == "dpo":
-        raise RunError(
-            f"{opened.path} was trained on preferences, of which a model alone has no loss: name text with --path, or use --choices."
-        )
-    with tokenizing(console) as progress:
-        dataset = open_dataset(run.data, _length(opened.run, options), run.train.seed, progress)
-    if not dataset.eval:
-        raise RunError(
-            f"{opened.path} has no held-out text (data.eval_fraction = 0): name text with --source and --path, or use --choices."
-        )
-    for name, samples in dataset.eval.items():
-        sequences = min(options.sequences or run.train.eval_sequences, samples.count)
-        yield name, -(-sequences // batch), held_out(samples, sequences, batch)
-
-
-def _given_source(opened: Opened, options: _Options) -> Iterator[tuple[str, int, Iterator[Batch]]]:
-    """The whole source of the command line."""
-    from phalanx.evaluation.open_model import usual_batch
-    from phalanx.evaluation.score import documents, held_out, whole
-
-    run, batch, length = opened.run, options.batch or usual_batch(opened), _length(opened.run, options)
-    no_source = {"source": None, "paths": (), "documents": (), "mix": (), "field": None, "epochs": None}
-    limit = {} if options.max_bad_records is None else {"max_bad_records": options.max_bad_records}
-    data = replace(run.data, **(no_source | options.source | limit))
-    data = pin_source(data)
-    with tokenizing(console) as progress:
-        corpus, skipped = open_corpus(data, data, opened.tokenizer, progress)
-    for reason, times in skipped.items():
+    found = text_loss(opened, options, tracked, lambda: tokenizing(console))
+    for reason, times in found.skipped.items():
         console.print(f"skipped {times} records: {reason}", style="yellow")
-    if data.packing == "best-fit" or kind(data) == "chat":  # an answer without its question would measure nothing
-        samples = documents(corpus, length, opened.tokenizer, data)
-        count = min(samples.count, options.sequences or samples.count)
-        yield kind(data), -(-count // batch), held_out(samples, count, batch)
-        return
-    windows = -(-(corpus.tokens - 1) // length)
-    total = -(-min(windows, options.sequences or windows) // batch)
-    yield kind(data), total, whole(corpus, length, batch, document_mask=data.document_mask, sequences=options.sequences)
-
-
-def _length(run: Run, options: _Options) -> int:
-    length = options.sequence_length or min(run.train.sequence_length, run.model.context)
-    if length > run.model.context:
-        raise RunError(f"--sequence-length {length} is longer than the model's context of {run.model.context} tokens.")
-    return length
+    _show(found.sources, found.total)
+    return found.total.table() | {"sources": {name: part.table() for name, part in found.sources.items()}}
 
 
 def _show(measured: dict[str, Measured], whole: Measured) -> None:

@@ -21,6 +21,18 @@ AsJson = Annotated[
     bool, Option("--json", help="Print one JSON object on standard output; everything else goes to standard error.")
 ]
 Hosts = Annotated[Path | None, Option(help="--on ssh: a file with one host per line. Sets cluster.hosts. See docs/ssh.md.")]
+Change = Annotated[
+    bool,
+    Option(
+        "--change",
+        help="Resume a run with another learning rate, schedule, weight decay, clipping, number of steps, data or evaluation.",
+    ),
+]
+SweptKeys = Annotated[
+    list[str] | None,
+    Option(help="Train a run for each value: optimizer.learning_rate=1e-4,3e-4. May be repeated for every combination."),
+]
+Parallel = Annotated[int, Option(min=1, help="--sweep: runs side by side, each with its part of the machine.")]
 Device = Annotated[str | None, Option(help="cpu or cuda. Default: the GPU if there is one.")]
 Field = Annotated[str | None, Option(help='Field or column with the text. Default: "text", or "messages" for chat.')]
 Template = Annotated[str | None, Option(help='chat: a Jinja file, or "plain". Default: the chat template of the tokenizer.')]

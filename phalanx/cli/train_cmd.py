@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from json import loads as decode_json
 from pathlib import Path
@@ -15,7 +15,7 @@ import typer
 from typer import Option
 
 from phalanx.cli.lost_terminal import stopped_by_signals
-from phalanx.cli.options import AsJson, Hosts, Overrides, RunFile, launcher_settings
+from phalanx.cli.options import AsJson, Change, Hosts, Overrides, Parallel, RunFile, SweptKeys, launcher_settings
 from phalanx.cli.output import console, finish, follow_job, print_error, print_json, print_submission, print_summary
 from phalanx.control.protocol import NOT_SAVED, RESUMABLE, stop_code
 from phalanx.dashboard.data_tables import tokenizing
@@ -63,6 +63,7 @@ def train(
     accept_changed_data: Annotated[
         bool, Option("--accept-changed-data", help="Resume a run although its text has changed since it was saved.")
     ] = False,
+    change: Change = False,
     unrehearsed: Annotated[
         bool, Option("--unrehearsed", help="Start a run although its rehearsal reports that it does not fit.")
     ] = False,
@@ -77,6 +78,8 @@ def train(
         ),
     ] = None,
     hosts: Hosts = None,
+    sweep: SweptKeys = None,
+    parallel: Parallel = 1,
     dry_run: Annotated[
         bool,
         Option(
@@ -89,9 +92,14 @@ def train(
 ) -> None:
     """Train the model that RUN.toml describes. After a stop or a crash, the same command resumes the run."""
     place = torchrun_place()
-    request = Request(directory=run_dir, fresh=fresh, accept_changed_data=accept_changed_data, unrehearsed=unrehearsed)
+    request = Request(
+        directory=run_dir, fresh=fresh, accept_changed_data=accept_changed_data, change=change, unrehearsed=unrehearsed
+    )
     if place is not None and chaos:
         raise RunError("--chaos needs Phalanx's own supervisors, but torchrun started this process: use `phalanx train` alone.")
+    if sweep or parallel > 1:
+        excluded = {"torchrun": place, "--chaos": chaos, "--on": on, "--hosts": hosts, "--dry-run": dry_run}
+        raise typer.Exit(_sweep(run_file, overrides or [], (sweep or [], parallel), request, json, excluded))
     if place is not None:
         raise typer.Exit(_train_under_torchrun(place, run_file, overrides or [], request, json))
     run = load(run_file, [*(overrides or []), *launcher_settings(on, hosts)])
@@ -104,6 +112,29 @@ def train(
     if dry_run:
         raise typer.Exit(_show_only(run, run_file.stem, request, json=json))
     raise typer.Exit(_train(run, run_file.stem, request, chaos, json=json))
+
+
+def _sweep(
+    run_file: Path,
+    overrides: list[str],
+    grid: tuple[list[str], int],
+    request: Request,
+    json: bool,
+    excluded: Mapping[str, object],
+) -> int:
+    """Trains a run for each of several settings, on this machine."""
+    from phalanx.cli.runs_cmd import sweep
+
+    if not grid[0]:
+        raise RunError("--parallel is for the runs of --sweep: name a key and its values with it.")
+    refuse(
+        [
+            f"{option} cannot be used with --sweep, which starts its runs on this machine."
+            for option, given in excluded.items()
+            if given
+        ]
+    )
+    return sweep(run_file, overrides, *grid, request, json=json)
 
 
 def _train(run: Run, name: str, request: Request, chaos: str, *, json: bool) -> int:
@@ -181,7 +212,12 @@ def _follow(job: Job, prepared: Prepared) -> None:
 def _train_as_job(run: Run, name: str, request: Request, chaos: str, *, dry_run: bool, json: bool) -> int:
     """Starts the run as a job that goes on without this process. Its first host prepares it."""
     launcher = run.cluster.launcher
-    unseen = {"--chaos": chaos, "--accept-changed-data": request.accept_changed_data, "--unrehearsed": request.unrehearsed}
+    unseen = {
+        "--chaos": chaos,
+        "--accept-changed-data": request.accept_changed_data,
+        "--change": request.change,
+        "--unrehearsed": request.unrehearsed,
+    }
     refuse(
         [
             f"{option} cannot be used with --on {launcher}: the first host of the job prepares the run, and does not see it."

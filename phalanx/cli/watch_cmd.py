@@ -13,18 +13,18 @@ from typer import Argument, Option
 from phalanx.cli.options import AsJson
 from phalanx.cli.output import console, finish
 from phalanx.dashboard.numbers import duration
-from phalanx.dashboard.progress import event_line
+from phalanx.dashboard.progress import changes_text, event_line
+from phalanx.dashboard.run_list import run_state
 from phalanx.dashboard.summary import Summary
 from phalanx.events.log import launch_events, read_events
 from phalanx.events.records import (
     Event,
     FailureNoticed,
-    Finished,
     HostRejected,
     HostsChecked,
     Recovered,
     RunStarted,
-    Stopped,
+    SettingsChanged,
     WorkerFailed,
     WorkerStarted,
 )
@@ -43,7 +43,8 @@ def status(run_dir: RunDirectory, json: AsJson = False) -> None:
     rundir = _run(run_dir)
     _catch_up(rundir)
     events = launch_events(rundir.events_file)
-    summary, state = Summary(read_events(rundir.events_file)), _state(rundir, events)
+    everything = read_events(rundir.events_file)
+    summary, state = Summary(everything), _state(rundir, events)
     hosts: dict[str, set[int]] = {}
     for event in events:
         if isinstance(event, WorkerStarted):
@@ -65,6 +66,7 @@ def status(run_dir: RunDirectory, json: AsJson = False) -> None:
         "failures": len([event for event in events if isinstance(event, FailureNoticed)]),
         "recovered": len([event for event in events if isinstance(event, Recovered)]),
         "checkpoint": summary.checkpoint,
+        "settings_changed": summary.settings_changed,
         "seconds_since_last_record": ago,
     }
     progress = program or f"step {summary.steps} of {summary.planned}"
@@ -72,6 +74,8 @@ def status(run_dir: RunDirectory, json: AsJson = False) -> None:
     for host, ranks in hosts.items():
         if ranks:
             console.print(f"  {host}: ranks {', '.join(map(str, sorted(ranks)))}", soft_wrap=True)
+    for event in [event for event in everything if isinstance(event, SettingsChanged)]:
+        console.print(f"  step {event.step}: settings changed: {changes_text(event)}", markup=False, soft_wrap=True)
     for event in events:
         if isinstance(event, HostsChecked | HostRejected) and (line := event_line(event)) is not None:
             line.pad_left(2)
@@ -173,12 +177,8 @@ def _over(rundir: RunDir) -> bool:
 
 
 def _state(rundir: RunDir, events: list[Event]) -> str:
-    ending = next((event for event in reversed(events) if isinstance(event, Finished | Stopped | WorkerFailed)), None)
-    if not _over(rundir) and ending is None:
-        return "running"
-    if isinstance(ending, WorkerFailed):
-        return f"failed: {ending.reason}"
-    return "interrupted" if ending is None else "finished" if isinstance(ending, Finished) else "stopped"
+    state, reason = run_state(rundir, events)
+    return f"{state}: {reason}" if state == "failed" else state
 
 
 def _saves(events: list[Event]) -> bool:

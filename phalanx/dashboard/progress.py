@@ -18,6 +18,7 @@ from rich.text import Text
 from phalanx.dashboard.numbers import count, data_share, duration, flops, number, percent, size, visible
 from phalanx.events import records
 from phalanx.events.records import Evaluated, Event, RunStarted, Step, StepSkipped
+from phalanx.spec.dump import shown
 
 _BARS = "▁▂▃▄▅▆▇█"
 _SPARK = 16  # losses in the sparkline: a third of 80 columns, minus its label
@@ -187,7 +188,14 @@ def sparkline(values: Iterable[float]) -> str:
 
 def event_line(event: Event) -> Text | None:
     """Returns the line to print for an event; None for events that only update numbers."""
-    line = (_data_line(event), "dim") if isinstance(event, records.DataOpened) else _line(event)
+    line: tuple[str, str] | None
+    match event:
+        case records.DataOpened():
+            line = _data_line(event), "dim"
+        case records.SettingsChanged():
+            line = f"settings changed after step {event.step}: {changes_text(event)}", "yellow"
+        case _:
+            line = _line(event)
     # Text, not markup: a path or a message may contain brackets, which rich would read as a style.
     return None if line is None else Text(line[0], style=line[1])
 
@@ -210,6 +218,11 @@ def _figure(event: Step) -> str:
     if event.preferred is not None:
         return f"preferred {percent(event.preferred)}"
     return f"norm {number(event.grad_norm, 2)}" if event.expert_load is None else f"load {number(event.expert_load, 2)}"
+
+
+def changes_text(event: records.SettingsChanged) -> str:
+    """What has changed, in a line."""
+    return "; ".join(f"{path}: {shown(before)} → {shown(after)}" for path, (before, after) in event.changes.items())
 
 
 def _data_line(event: records.DataOpened) -> str:

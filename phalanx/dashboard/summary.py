@@ -17,8 +17,10 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from phalanx.dashboard.numbers import count, data_share, duration, number, percent, short_duration, size
+from phalanx.dashboard.progress import changes_text
 from phalanx.events import records
 from phalanx.events.records import Evaluated, Event, RunStarted, Step, StepSkipped
+from phalanx.spec.json_value import Json
 
 LOSS_CURVE = "loss.png"
 """File name of the loss curve in a run directory."""
@@ -93,6 +95,9 @@ class Summary:
         self.steps_skipped = len(known.skipped)
         self.checkpoint = saved[-1] if saved else None
         """The newest checkpoint, as its event names it."""
+        self._changes = [event for event in events if isinstance(event, records.SettingsChanged)]
+        self.settings_changed: list[Json] = [{"step": event.step, "changes": event.changes} for event in self._changes]
+        """Where launches continued with other settings: the step, and [old, new] by key."""
         self._add_launch(events[begin:], known.launch)
         self.steps = max([*known.steps, *ended, *(event.step for event in known.skipped)], default=0)
         """The last step reached."""
@@ -140,7 +145,7 @@ class Summary:
 
     def to_json(self, run_dir: Path | str) -> dict[str, Any]:
         """Returns the summary for programs. Numbers that JSON lacks become strings, as in events.jsonl."""
-        table = {name: value for name, value in vars(self).items() if name not in ("promise", "_saves")}
+        table = {name: value for name, value in vars(self).items() if name != "promise" and not name.startswith("_")}
         promised = {f"promised_{name}": getattr(self.promise, key, None) for name, key in _PROMISED.items()}
         return {key: records.plain(value) for key, value in (table | promised).items()} | {"run_dir": str(run_dir)}
 
@@ -172,6 +177,8 @@ class Summary:
         if self.documents is not None and self.data_tokens:
             share = data_share(self.tokens, self.data_tokens, self.parameters)
             yield "data", f"{self.documents:,} documents, {count(self.data_tokens)} tokens: {share}"
+        for event in self._changes:
+            yield "changed", f"after step {event.step}: {changes_text(event)}"
         if self.recoveries:
             times = f"{self.recoveries} time{'s' if self.recoveries > 1 else ''}"
             yield "recovered", f"{times}, {self.steps_lost} steps and {duration(self.seconds_lost)} lost"

@@ -8,6 +8,7 @@ import re
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, ClassVar, dataclass_transform
 
+from phalanx.spec.json_value import Json
 from phalanx.spec.layout import SavedLayout
 from phalanx.spec.plan import Promise
 
@@ -145,6 +146,15 @@ class DataOpened(Event):
     """Tokens of all steps of the run."""
     parameters: int
     """Of the model."""
+
+
+class SettingsChanged(Event):
+    """The launch continues with other settings than those of the state that it starts from."""
+
+    step: int
+    """Step of that state."""
+    changes: dict[str, list[Json]]
+    """Key to [old value, new value]; null: not set."""
 
 
 class WeightsLoaded(Event):
@@ -478,6 +488,8 @@ def plain(value: Any) -> Any:
     """Convert a value, or a nested table, to what JSON can represent."""
     if isinstance(value, dict):
         return {key: plain(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(inner) for inner in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 

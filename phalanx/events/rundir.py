@@ -6,7 +6,10 @@ import contextlib
 import fcntl
 import os
 import secrets
+import time
 from pathlib import Path
+
+_LOCK_TRIES, _LOCK_SECONDS = 3, 0.02
 
 
 class RunDir:
@@ -40,13 +43,31 @@ class RunDir:
     def acquire(self) -> bool:
         """Lock this directory until the process ends, however it ends; False if another process has the lock."""
         fd = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        for _ in range(_LOCK_TRIES):
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                time.sleep(_LOCK_SECONDS)  # it may be somebody who only looks whether it is locked
+            else:
+                self._lock = fd
+                return True
+        os.close(fd)
+        return False
+
+    @property
+    def in_use(self) -> bool:
+        """Whether a process has locked this directory."""
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fd = os.open(self.path / "lock", os.O_RDONLY | os.O_CLOEXEC)
         except OSError:
-            os.close(fd)
             return False
-        self._lock = fd
-        return True
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:
+            return True
+        finally:
+            os.close(fd)
+        return False
 
     def release(self) -> None:
         if self._lock is not None:

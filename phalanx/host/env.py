@@ -96,6 +96,13 @@ def visible_gpus() -> str | None:
     return os.environ.get("CUDA_VISIBLE_DEVICES")
 
 
+def environment_with_gpus(first: int, count: int) -> dict[str, str]:
+    """The environment of a process that sees only so many of the GPUs that this one sees, from the first on."""
+    visible = visible_gpus()
+    names = visible.split(",") if visible is not None else [str(number) for number in range(first + count)]
+    return {**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(names[first : first + count])}
+
+
 def config_folder() -> Path:
     """The user's configuration folder of this program."""
     return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "phalanx"

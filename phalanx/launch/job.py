@@ -9,7 +9,7 @@ import select
 import shutil
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -17,7 +17,8 @@ from queue import Empty, SimpleQueue
 from phalanx._version import __version__
 from phalanx.checkpointing.replicas import shm_slots
 from phalanx.control.protocol import NOT_SAVED, AgentSettings, NodeAway, Outcome, Stop
-from phalanx.events.log import EventLog, EventReader
+from phalanx.dashboard.summary import Summary
+from phalanx.events.log import EventLog, EventReader, read_events
 from phalanx.events.records import Event, RunStarted, Warned, WorkerFailed
 from phalanx.host.interfaces import address_of
 from phalanx.launch.launcher import StartedAgent
@@ -50,8 +51,8 @@ def first_events(prepared: Prepared | Examined) -> list[Event]:
         program=list(run.command.program or ()),
         saves=run.resumable,
     )
-    opened = () if prepared.opened is None else (prepared.opened,)
-    return [started, *opened, *(Warned(message=notice) for notice in prepared.notices)]
+    known = [event for event in (prepared.opened, prepared.changed) if event is not None]
+    return [started, *known, *(Warned(message=notice) for notice in prepared.notices)]
 
 
 def agent_settings(prepared: Prepared, chaos: str) -> AgentSettings:
@@ -91,7 +92,9 @@ class Job:
     A thread follows the agents, and keeps their registry if they meet through the launcher: they need it however slowly events are read.
     """
 
-    def __init__(self, prepared: Prepared, chaos: str = ""):
+    def __init__(self, prepared: Prepared, chaos: str = "", on_event: Callable[[Event], None] | None = None):
+        """`on_event` is called with every event that is read."""
+        self._on_event = on_event
         self.run, self.plan, self.rundir = prepared.run, prepared.plan, prepared.rundir
         self.exit_code: int | None = None
         self.failure: WorkerFailed | None = None
@@ -131,10 +134,10 @@ class Job:
     def events(self) -> Iterator[Event]:
         """Yield every event as it happens until the run is over; then raise RunFailed if it failed."""
         try:
-            while not self._ended.wait(_POLL):
-                yield from self._reader.new()
-                yield from self._check_disk()
-            yield from self._reader.new()
+            for event in self._read():
+                if self._on_event is not None:
+                    self._on_event(event)
+                yield event
         finally:
             self._abandoned = True
             self._ended.wait()
@@ -144,6 +147,19 @@ class Job:
             raise self._error
         if self.failure is not None:
             raise RunFailed(describe_failure(self.failure, self.rundir.path))
+
+    def wait(self) -> Summary:
+        """Read all events until the run is over; returns its summary, such as `loss`, `eval_loss` and `checkpoint`. Raises RunFailed if it
+        failed."""
+        for _ in self.events():
+            pass
+        return Summary(read_events(self.rundir.events_file))
+
+    def _read(self) -> Iterator[Event]:
+        while not self._ended.wait(_POLL):
+            yield from self._reader.new()
+            yield from self._check_disk()
+        yield from self._reader.new()
 
     # --- the thread ---
 

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from phalanx.checkpointing import directory
 from phalanx.checkpointing.base_digest import check_base
@@ -19,14 +19,15 @@ from phalanx.checkpointing.location import open_location
 from phalanx.data.chat_turns import model_files
 from phalanx.data.dataset import Dataset, open_dataset
 from phalanx.events.log import read_events
-from phalanx.events.records import DataOpened, Finished, Step
+from phalanx.events.records import DataOpened, SettingsChanged, Step
 from phalanx.events.rundir import RunDir, replace_file
 from phalanx.host.probe import this_machine
-from phalanx.launch import run_checks
+from phalanx.launch import changed_settings, run_checks
 from phalanx.launch.launcher import Launcher, launcher
 from phalanx.launch.model_check import check_weights, measure, memory_problems
 from phalanx.planning.machines.hardware import mismatch
-from phalanx.spec.dump import changed, dump
+from phalanx.spec.dump import changed as changed_keys
+from phalanx.spec.dump import dump
 from phalanx.spec.errors import RUN_FILE, RunError, refuse
 from phalanx.spec.load import load
 from phalanx.spec.pinned_names import keep_commits, moved_names, pin_run
@@ -49,6 +50,8 @@ class Request:
     """Start from step 0 even if an unfinished run could be resumed."""
     accept_changed_data: bool = False
     """Resume although the text has changed since the checkpoint was saved."""
+    change: bool = False
+    """Resume with other values of settings that may change: learning rate, steps, data, evaluation and others."""
     unrehearsed: bool = False
     """Skip the rehearsal that checks whether the run fits in memory."""
 
@@ -69,6 +72,8 @@ class Prepared:
     """Fingerprint of its data, for runs on several hosts."""
     opened: DataOpened | None = None
     """What the run reads; None: a program of the user's own."""
+    changed: SettingsChanged | None = None
+    """Settings that differ from those of the state that it resumes from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +88,8 @@ class Examined:
     launcher: Launcher
     data: Dataset
     notices: tuple[str, ...]
+    changed: SettingsChanged | None = None
+    """Known when the run directory is chosen."""
 
     @property
     def run(self) -> Run:
@@ -164,7 +171,7 @@ def prepare(
     try:
         if (last := _last_plan(rundir)) is not None:
             planned = keep_layout(run, examined.machine, last, ranks, examined.size) or planned
-        resumes, changes = _check_resumption(rundir, planned, data, request)
+        resumes, said, changed = _check_resumption(rundir, planned, data, request)
         if not resumes or run.lora.rank is not None:  # otherwise its checkpoint has the weights
             check_weights(planned.run)
         if ranks is None:
@@ -173,8 +180,8 @@ def prepare(
         replace_file(rundir.plan_file, planned.plan.to_json())
         _store_tokenizer(data.tokenizer.files, model_files(run.data, data.tokenizer), rundir.tokenizer)
         fingerprint = data.fingerprint if run.cluster.nodes > 1 else ""
-        notices = (*changes, *examined.notices)
-        return Prepared(planned.run, planned.plan, rundir, started_by, resumes, notices, fingerprint, examined.opened)
+        opened, said = examined.opened, (*said, *examined.notices)
+        return Prepared(planned.run, planned.plan, rundir, started_by, resumes, said, fingerprint, opened, changed)
     except BaseException:
         rundir.release()  # so that the same program can try again
         raise
@@ -217,11 +224,11 @@ def recorded_commits(run: Run, name: str, request: Request) -> Run:
     number = 1
     while (rundir := _directory(request.directory or Path("runs") / name, number)).exists:
         number += 1
-        if request.directory is not None or not _is_finished(rundir):
+        if request.directory is not None or not changed_settings.is_finished(rundir):
             with suppress(RunError):  # `choose_directory` deals with a run file that cannot be read
                 recorded = load(rundir.run_file)
                 kept = keep_commits(run, recorded)
-                if not changed(recorded, kept):
+                if not changed_keys(recorded, kept):
                     return kept
         if request.directory is not None:
             break
@@ -235,8 +242,13 @@ def _directory(base: Path, number: int) -> RunDir:
 def choose_directory(run: Run, name: str, request: Request) -> RunDir:
     """The directory of a run, locked: the one that the user names, else runs/NAME, or the first that is free. Raises RunError if a new
     run has a question open."""
+    if request.change and request.fresh:
+        raise RunError("--change continues a run, and --fresh starts a new one: use one of them.")
     if request.directory is not None:
-        return _use_directory(request.directory, run, request.fresh)
+        return _use_directory(request.directory, run, request, f"--run-dir {request.directory}")
+    if request.change:
+        found = changed_settings.directory_to_change(Path("runs") / name)
+        return _use_directory(found, run, request, str(found))
     return _choose_directory(Path("runs") / name, run, request.fresh)
 
 
@@ -260,30 +272,27 @@ def _store_tokenizer(files: Sequence[Path], of_chats: Mapping[str, str], folder:
         replace_file(folder / name, text)
 
 
-def _use_directory(directory: Path, run: Run, fresh: bool) -> RunDir:
-    """Use the directory that the user named: it must be new, or hold this run."""
+def _use_directory(directory: Path, run: Run, request: Request, holder: str) -> RunDir:
+    """Use the directory that the user named: it must be new, or hold this run. `holder`: its name in sentences."""
     if directory.exists() and not directory.is_dir():
-        raise RunError(f"--run-dir {directory} is a file: name a directory, or one that does not exist yet.")
+        raise RunError(f"{holder} is a file: name a directory, or one that does not exist yet.")
     rundir = RunDir(directory)
     if _is_import(rundir):
         raise RunError(
-            f"--run-dir {directory} holds imported weights, not a run to resume: name another directory, and start "
+            f"{holder} holds imported weights, not a run to resume: name another directory, and start "
             f'from these weights with model.from = "{directory}".'
         )
-    if rundir.exists and fresh:
-        raise RunError(f"--run-dir {directory} already holds a run and --fresh was given: name another directory.")
-    if rundir.exists and (differences := changed(load(rundir.run_file), run)):
-        raise RunError(
-            f"--run-dir {directory} holds a run with other settings ({'; '.join(differences)}): name another directory, "
-            "or undo the change to continue that run."
-        )
+    if rundir.exists and request.fresh:
+        raise RunError(f"{holder} already holds a run and --fresh was given: name another directory.")
+    if rundir.exists:
+        changed_settings.check_changes(load(rundir.run_file), run, holder, "name another directory", change=request.change)
+    elif request.change and run.checkpoint.url is None:  # at a URL there may be a run that this machine has not seen
+        raise RunError(f"--change continues a run with other settings, but {holder} holds none: remove --change to start one.")
     if rundir.exists and (reason := _unresumable(rundir, run)):
-        raise RunError(
-            f"--run-dir {directory} {reason}: name another directory, or remove this one, to start again from step 0."
-        )
+        raise RunError(f"{holder} {reason}: name another directory, or remove this one, to start again from step 0.")
     _create(rundir, run)
     if not rundir.acquire():
-        raise RunError(f"--run-dir {directory} is in use by a running job: wait for it, stop it, or name another directory.")
+        raise RunError(f"{holder} is in use by a running job: wait for it, stop it, or name another directory.")
     return rundir
 
 
@@ -311,7 +320,7 @@ def _numbered(base: Path) -> Iterator[RunDir]:
 
 def _is_continued_by(rundir: RunDir, run: Run, fresh: bool) -> bool:
     """Whether the run goes on in a directory that exists."""
-    if fresh or _is_finished(rundir) or _is_import(rundir) or _differs(rundir, run):
+    if fresh or changed_settings.is_finished(rundir) or _is_import(rundir) or _differs(rundir, run):
         return False
     return not _unresumable(rundir, run)
 
@@ -322,10 +331,6 @@ def _is_import(rundir: RunDir) -> bool:
         newest, _ = directory.newest(rundir.checkpoints)
         return newest is not None and directory.read_marker(newest).run.data is None
     return False
-
-
-def _is_finished(rundir: RunDir) -> bool:
-    return any(isinstance(event, Finished) for event in read_events(rundir.events_file))
 
 
 def _unresumable(rundir: RunDir, run: Run) -> str | None:
@@ -346,7 +351,7 @@ def _differs(rundir: RunDir, run: Run) -> bool:
         old = load(rundir.run_file)
     except RunError:
         return True  # written by another version, or damaged: leave it alone
-    return bool(changed(old, run)) or (run.command.program is None and old.steps != run.steps)
+    return bool(changed_keys(old, run)) or (run.command.program is None and old.steps != run.steps)
 
 
 def _create(rundir: RunDir, run: Run) -> None:
@@ -363,23 +368,33 @@ def _create(rundir: RunDir, run: Run) -> None:
         ) from None
 
 
-def _check_resumption(rundir: RunDir, planned: PlannedRun, data: Dataset, request: Request) -> tuple[bool, list[str]]:
-    """Whether there is a checkpoint to resume from, and notices about it.
+class _Resumption(NamedTuple):
+    resumes: bool = False
+    """There is a checkpoint to resume from."""
+    notices: tuple[str, ...] = ()
+    changed: SettingsChanged | None = None
 
-    A run whose text has changed is not resumed unless the user asks: its position in the data means something else now. A run that saves no
-    checkpoints has a directory of its own, and begins at step 0.
+
+def _check_resumption(rundir: RunDir, planned: PlannedRun, data: Dataset, request: Request) -> _Resumption:
+    """Whether there is a checkpoint to resume from, notices about it, and what has changed since.
+
+    A run whose text has changed is not resumed unless the user asks, or has named other text: its position in the data means something else
+    now. A run that saves no checkpoints has a directory of its own, and begins at step 0.
     """
     run, plan = planned.run, planned.plan
     if not run.checkpoint.save:
-        return False, []
+        return _Resumption()
     searched = run_checks.locations(run, rundir)
     path, _ = directory.newest(searched)
     if path is None:
         run_checks.check_lost(searched, rundir)
-        return False, []
+        before = rundir.run_file.read_text() if rundir.exists else dump(run)
+        changed = changed_settings.settings_changed(before, run, 0)
+        told = () if request.directory is not None or request.fresh else changed_settings.other_run_notices(rundir, run)
+        return _Resumption(False, tuple(told), changed)
     saved = directory.read_marker(path)
     if path.parent != open_location(rundir.checkpoints):
-        run_checks.check_owner(path, saved, run, new=not rundir.exists, fresh=request.fresh)
+        run_checks.check_owner(path, saved, run, new=not rundir.exists, fresh=request.fresh, change=request.change)
     if run.lora.rank is not None:
         check_base(run.model.from_, saved.run.base, path)
     replicas = saved.run.replicas or plan.layout.data
@@ -389,11 +404,18 @@ def _check_resumption(rundir: RunDir, planned: PlannedRun, data: Dataset, reques
             f"{run.optimizer.sync_every}), so it cannot continue with layout.data = {plan.layout.data}: set "
             f"layout.data = {replicas}, or start again with --fresh or another --run-dir."
         )
+    changed = changed_settings.settings_changed(saved.run.run or dump(run), run, saved.step)
+    keys = changed.changes if changed is not None else {}
+    if request.change and "train.steps" in keys and run.steps <= saved.step:
+        raise RunError(
+            f"train.steps = {run.steps}, but the run in {rundir.path} has taken {saved.step} steps: set it to more to continue the run."
+        )
     if saved.run.data == data.fingerprint:
-        return True, []
+        return _Resumption(True, (), changed)
     text = f"The text of {run_checks.source_names(run)} has changed since {path} was saved"
-    if request.accept_changed_data:
-        return True, [f"{text}: as requested, the run continues at the same position of the new text."]
+    if request.accept_changed_data or any(key.startswith("data.") for key in keys):
+        notice = f"{text}: as requested, the run continues at the same position of the new text."
+        return _Resumption(True, (notice,), changed)
     raise RunError(
         f"{text}, so the run cannot continue where it stopped: restore the files, continue anyway with "
         f"--accept-changed-data, or start again with --fresh or another --run-dir. `phalanx data preview {RUN_FILE} "

@@ -25,7 +25,7 @@ from phalanx.events.records import Saved
 from phalanx.events.rundir import RunDir
 from phalanx.host.interfaces import address_of
 from phalanx.host.probe import lacks_instructions
-from phalanx.spec.dump import changed
+from phalanx.launch.changed_settings import check_changes
 from phalanx.spec.errors import RUN_FILE, RunError, toml
 from phalanx.spec.load import loads
 from phalanx.spec.plan import Machine, Plan
@@ -239,15 +239,13 @@ def locations(run: Run, rundir: RunDir) -> list[Location]:
     return [local, open_location(url)] if run.checkpoint.local_first else [open_location(url)]
 
 
-def check_owner(path: Location, saved: Marker, run: Run, *, new: bool, fresh: bool) -> None:
-    """Raise RunError unless the checkpoint at checkpoint.url belongs to this run. `new`: the run directory is new."""
+def check_owner(path: Location, saved: Marker, run: Run, *, new: bool, fresh: bool, change: bool = False) -> None:
+    """Raise RunError unless the checkpoint at checkpoint.url belongs to this run. `new`: the run directory is new; `change`:
+    it may have other settings."""
     key, other = f"checkpoint.url = {toml(run.checkpoint.url or '')}", "name another URL"
     if fresh:
         raise RunError(f"{key} already holds a run ({path.name}) and --fresh was given: {other}.")
-    if differences := changed(loads(saved.run.run or "", name=str(path)), run):
-        raise RunError(
-            f"{key} holds a run with other settings ({'; '.join(differences)}): {other}, or undo the change to continue that run."
-        )
+    check_changes(loads(saved.run.run or "", name=str(path)), run, key, other, change=change)
     if new and saved.step >= run.steps:
         raise RunError(
             f"{key} holds a run that has finished all its {run.steps} steps: {other}, or raise train.steps to continue it."

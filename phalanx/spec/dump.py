@@ -1,8 +1,9 @@
 """A resolved run as TOML, and the keys that decide what it computes. The run directory and every checkpoint carry the TOML; a
-checkpoint is resumed only by a run of the same identity."""
+checkpoint is resumed only by a run of the same identity, or by one that differs in what `--change` may change."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from phalanx.spec.errors import quote, toml
@@ -14,6 +15,8 @@ from phalanx.spec.sources import kind
 HEADER = "# The resolved run: the run file with overrides applied and every default filled in.\n"
 """First line of every run file that Phalanx writes. Such files may have the keys of earlier versions."""
 
+_RECORDED = ("train.eval_every", "train.eval_sequences")
+"""Keys without an effect on the weights whose change a resumed run records, besides the number of steps."""
 _DECIDING_TABLES = ["model", "data", "train", "optimizer", "lora", "dpo", "precision"]
 
 
@@ -54,14 +57,47 @@ def identity(run: Run) -> dict[str, Any]:
     return values | {"data.source": kind(run.data)}
 
 
-def changed(a: Run, b: Run) -> list[str]:
-    """Deciding keys that differ between two runs, such as "train.seed: 0 → 1"."""
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A key that differs between two runs."""
+
+    path: str
+    before: Any
+    after: Any
+
+    def __str__(self) -> str:
+        return f"{self.path}: {shown(self.before)} → {shown(self.after)}"
+
+    @property
+    def allowed(self) -> bool:
+        """Whether `phalanx train --change` accepts it: of learning rate and other hyperparameters, and of the data."""
+        key = find_key(self.path)
+        return self.path == "data.mix" or (key is not None and "changeable" in key.metadata)
+
+
+def changes(a: Run, b: Run) -> list[Change]:
+    """Deciding keys that differ between two runs."""
     before, after = identity(a), identity(b)
     return [
-        f"{path}: {_text(before.get(path))} → {_text(after.get(path))}"
+        Change(path, before.get(path), after.get(path))
         for path in sorted(before | after, key=lambda path: [*_DECIDING_TABLES, "command"].index(path.split(".")[0]))
         if _differs(path, before, after)
     ]
+
+
+def recorded_changes(a: Run, b: Run) -> list[Change]:
+    """All that a run records which resumes with other values: deciding keys, steps and evaluation."""
+    if a.command.program is not None or b.command.program is not None:
+        return []
+    pairs = {path: (key.of(a), key.of(b)) for path in _RECORDED if (key := find_key(path))} | {
+        "train.steps": (a.steps, b.steps)
+    }
+    return [*changes(a, b), *(Change(path, before, after) for path, (before, after) in pairs.items() if before != after)]
+
+
+def changed(a: Run, b: Run) -> list[str]:
+    """Deciding keys that differ between two runs, such as "train.seed: 0 → 1"."""
+    return [str(change) for change in changes(a, b)]
 
 
 def _differs(path: str, before: dict[str, Any], after: dict[str, Any]) -> bool:
@@ -72,5 +108,6 @@ def _differs(path: str, before: dict[str, Any], after: dict[str, Any]) -> bool:
     return key is None or (before | after)[path] != key.default
 
 
-def _text(value: Any) -> str:
+def shown(value: Any) -> str:
+    """The value of a key in a sentence."""
     return "unset" if value is None else quote(value)

@@ -28,6 +28,8 @@ _OWN_MODULE = re.compile(r"(?m)^module = ")
 
 NO_EFFECT = {"no_effect": True}
 """Metadata of a key of the tables that decide what a run computes, which itself does not: a run resumes with another value of it."""
+CHANGEABLE = {"changeable": True}
+"""Metadata of a key that decides what a run computes, which `phalanx train --change` may change in a run that it resumes."""
 NOT_A_KEY = {"not_a_key": True}
 """Metadata of a field that the loader fills and no run file has."""
 TRAINING_ONLY = {"training_only": True}

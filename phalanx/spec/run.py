@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from phalanx.spec.fields import NO_EFFECT, below, later, read_by, within
+from phalanx.spec.fields import CHANGEABLE, NO_EFFECT, below, later, read_by, within
 from phalanx.spec.layout import Layout
 from phalanx.spec.model import ModelSpec
 
@@ -18,36 +18,38 @@ PORTS_PER_NODE = 3  # of its agent, its replica server, and the measurement of i
 class Source:
     """One source of text."""
 
-    source: Literal["stdlib", "text", "jsonl", "parquet", "hf", "chat", "preferences", "tokens", "memory"] | None = None
+    source: Literal["stdlib", "text", "jsonl", "parquet", "hf", "chat", "preferences", "tokens", "memory"] | None = field(
+        default=None, metadata=CHANGEABLE
+    )
     """The kind of text. "text": files, one document each; "jsonl", "parquet": one document per record; "hf": a Hugging Face dataset; "chat": conversations or instructions in JSONL (SFT); "preferences": pairs of a chosen and a rejected answer in JSONL (DPO); "tokens": files that `phalanx tokenize` wrote; "stdlib": Python's own source code, always available; "memory": `documents`. Default: inferred from the names in `paths` (.jsonl, .ndjson, .json; .parquet; a folder by its first file; otherwise "text"), or "stdlib" without paths."""
     paths: tuple[str, ...] = field(
-        default=(), metadata=read_by("text", "jsonl", "parquet", "hf", "chat", "preferences", "tokens")
+        default=(), metadata=read_by("text", "jsonl", "parquet", "hf", "chat", "preferences", "tokens") | CHANGEABLE
     )
     """Files, folders, globs or URLs (s3://, gs://, https://, …); .gz and .zst are decompressed. Relative to the working directory. hf: the folder of a dataset, or its name on the Hugging Face hub, such as "org/name@revision"."""
-    documents: tuple[str, ...] = field(default=(), metadata=read_by("memory", "preferences"))
+    documents: tuple[str, ...] = field(default=(), metadata=read_by("memory", "preferences") | CHANGEABLE)
     """The documents themselves, for source = "memory"; for "preferences", chosen and rejected texts in turn, with the byte tokenizer. Meant for small tests."""
-    split: str = field(default="train", metadata=read_by("hf"))
+    split: str = field(default="train", metadata=read_by("hf") | CHANGEABLE)
     """hf: the split to read."""
-    config: str | None = field(default=None, metadata=read_by("hf"))
+    config: str | None = field(default=None, metadata=read_by("hf") | CHANGEABLE)
     """hf: the configuration of the dataset."""
-    streaming: bool = field(default=False, metadata=read_by("hf"))
+    streaming: bool = field(default=False, metadata=read_by("hf") | CHANGEABLE)
     """hf: stream the dataset instead of downloading it first."""
-    prompt_field: str = field(default="prompt", metadata=read_by("chat", "preferences"))
+    prompt_field: str = field(default="prompt", metadata=read_by("chat", "preferences") | CHANGEABLE)
     """chat: field of the question, in records without a list of messages; preferences: of what both answers follow, a text or a list of messages."""
-    answer_field: str = field(default="response", metadata=read_by("chat"))
+    answer_field: str = field(default="response", metadata=read_by("chat") | CHANGEABLE)
     """chat: field of the answer, in records without a list of messages."""
-    chosen_field: str = field(default="chosen", metadata=read_by("preferences"))
+    chosen_field: str = field(default="chosen", metadata=read_by("preferences") | CHANGEABLE)
     """preferences: field of the better answer, a text or a list of messages."""
-    rejected_field: str = field(default="rejected", metadata=read_by("preferences"))
+    rejected_field: str = field(default="rejected", metadata=read_by("preferences") | CHANGEABLE)
     """preferences: field of the worse answer."""
-    template: str | None = field(default=None, metadata=read_by("chat", "preferences"))
+    template: str | None = field(default=None, metadata=read_by("chat", "preferences") | CHANGEABLE)
     """chat, preferences: a Jinja file that turns messages into text, or "plain". Default: the tokenizer's own chat template."""
-    epochs: float | None = field(default=None, metadata=within(above=0.0))
+    epochs: float | None = field(default=None, metadata=within(above=0.0) | CHANGEABLE)
     """Maximum number of passes over this source. Default: as many as the run needs."""
-    seed: int | None = field(default=None, metadata=within(0, 2**63 - 1))
+    seed: int | None = field(default=None, metadata=within(0, 2**63 - 1) | CHANGEABLE)
     """Seed of this source's order. Default: train.seed."""
     # Last, because from here on the name means this key and no longer dataclasses.field.
-    field: str | None = field(default=None, metadata=read_by("jsonl", "parquet", "hf", "chat"))
+    field: str | None = field(default=None, metadata=read_by("jsonl", "parquet", "hf", "chat") | CHANGEABLE)
     """Field of a JSON record, or column, that holds the text; dots reach into nested records: "meta.body". Default: "text"; "messages" for chat."""
 
 
@@ -57,7 +59,7 @@ class MixedSource(Source):
 
     name: str = field(default="", metadata={"named_by_table": True})
     """Name of the source: the last part of the table's header."""
-    weight: float | None = field(default=None, metadata=within(above=0.0))
+    weight: float | None = field(default=None, metadata=within(above=0.0) | CHANGEABLE)
     """Share of the samples, relative to the other weights. Default (for all sources): proportional to their number of tokens."""
 
 
@@ -75,7 +77,7 @@ class Data(Source):
     """"stream": concatenate documents and cut them into windows; "best-fit": keep documents that fit a window whole, and pad the rest."""
     document_mask: bool = True
     """Attention stays within a document and positions restart with it. False: a window is one text."""
-    eval_fraction: float = field(default=0.01, metadata=within(0.0, 0.5))
+    eval_fraction: float = field(default=0.01, metadata=within(0.0, 0.5) | CHANGEABLE)
     """Fraction of each source's tokens held out for evaluation, at least one window; 0: none."""
     shuffle: bool = True
     """Visit the windows in a random order, a new one each epoch. False: in file order."""
@@ -109,7 +111,7 @@ class Train:
     """Sequences in one forward and backward of one rank; gradients accumulate over a step's micro-batches. Default: chosen for the machine."""
     seed: int = field(default=0, metadata=within(0, 2**63 - 1))
     """Seed of the initial weights and of the order of samples."""
-    clip: float = field(default=1.0, metadata=within(above=0.0, infinite=True))
+    clip: float = field(default=1.0, metadata=within(above=0.0, infinite=True) | CHANGEABLE)
     """Maximum global norm of the gradient; inf: no clipping."""
     eval_every: int | None = field(default=None, metadata=within(1) | NO_EFFECT)
     """Evaluate every N steps. Default: only at the end."""
@@ -150,31 +152,31 @@ class Optimizer:
 
     name: Literal["adamw", "muon"] = "adamw"
     """"adamw"; or "muon" for the matrices of the blocks, with AdamW for embedding, head, norms and biases."""
-    learning_rate: float = field(default=3e-4, metadata=within(above=0.0))
+    learning_rate: float = field(default=3e-4, metadata=within(above=0.0) | CHANGEABLE)
     """Peak learning rate, reached after the warm-up."""
-    weight_decay: float = field(default=0.1, metadata=within(0.0))
+    weight_decay: float = field(default=0.1, metadata=within(0.0) | CHANGEABLE)
     """Decoupled weight decay of matrices; norms and biases are never decayed."""
-    beta1: float = field(default=0.9, metadata=within(0.0, 0.9999999))
+    beta1: float = field(default=0.9, metadata=within(0.0, 0.9999999) | CHANGEABLE)
     """AdamW: decay rate of the first moment."""
-    beta2: float = field(default=0.95, metadata=within(0.0, 0.9999999))
+    beta2: float = field(default=0.95, metadata=within(0.0, 0.9999999) | CHANGEABLE)
     """AdamW: decay rate of the second moment."""
-    eps: float = field(default=1e-8, metadata=within(above=0.0))
+    eps: float = field(default=1e-8, metadata=within(above=0.0) | CHANGEABLE)
     """AdamW: added to the denominator for numerical stability."""
-    momentum: float = field(default=0.95, metadata=within(0.0, 0.9999999))
+    momentum: float = field(default=0.95, metadata=within(0.0, 0.9999999) | CHANGEABLE)
     """Muon: momentum factor."""
-    schedule: Literal["cosine", "wsd", "linear", "constant"] = "cosine"
+    schedule: Literal["cosine", "wsd", "linear", "constant"] = field(default="cosine", metadata=CHANGEABLE)
     """Learning rate after the warm-up: cosine decay; warm-up, stable, decay (wsd); linear decay; constant."""
-    warmup_steps: int = field(default=0, metadata=within(0))
+    warmup_steps: int = field(default=0, metadata=within(0) | CHANGEABLE)
     """Steps of linear warm-up from zero."""
-    decay_steps: int | None = field(default=None, metadata=within(1))
+    decay_steps: int | None = field(default=None, metadata=within(1) | CHANGEABLE)
     """wsd: steps of linear decay at the end. Default: a fifth of the run."""
-    final_fraction: float = field(default=0.1, metadata=within(0.0, 1.0))
+    final_fraction: float = field(default=0.1, metadata=within(0.0, 1.0) | CHANGEABLE)
     """Final learning rate as a fraction of the peak."""
     sync_every: int = field(default=1, metadata=within(1))
     """DiLoCo / local SGD: replicas (layout.data) train independently and synchronize every N steps; 1: every step."""
-    outer_learning_rate: float = field(default=0.7, metadata=within(above=0.0))
+    outer_learning_rate: float = field(default=0.7, metadata=within(above=0.0) | CHANGEABLE)
     """sync_every > 1: learning rate of the outer optimizer, whose gradient is the replicas' mean change since the last synchronization."""
-    outer_momentum: float = field(default=0.9, metadata=within(0.0, 0.9999999))
+    outer_momentum: float = field(default=0.9, metadata=within(0.0, 0.9999999) | CHANGEABLE)
     """sync_every > 1: Nesterov momentum of the outer optimizer."""
 
     @property

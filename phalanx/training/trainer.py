@@ -4,7 +4,7 @@ embedding program may call `step()`, and recovery builds a new trainer on anothe
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -56,8 +56,29 @@ _MAX_ROLLBACKS = 3
 """Times that a run goes back to the same step."""
 
 
+_PUBLIC = (
+    "close", "evaluate", "events", "finished", "last_record", "model", "on_event", "plan", "progress", "rate_of", "restore", "run", "save", "step",
+    "stop",
+)  # fmt: skip
+"""What a program uses; `dir` shows these names. The others are for the package."""
+
+
 class Trainer:
-    """Trains one rank's part of a run."""
+    """Trains one rank's part of a run.
+
+        with px.trainer(run) as trainer:
+            trainer.restore()  # the newest checkpoint, if there is one
+            while not trainer.finished:
+                record = trainer.step()
+            trainer.save()
+
+    restore, step, evaluate, save   the parts of a training loop
+    events                          the whole loop; yields what happens
+    stop, finished, close           ends
+    model, run, plan, progress      this rank's part of the model, and what it is about
+    on_event                        called with every event
+    rate_of                         the learning rate of a step
+    """
 
     # Set by `build`.
     state: TrainState
@@ -89,11 +110,29 @@ class Trainer:
         self.hooks = Hooks(HeartbeatHook(self.heartbeat))
         self.last_record: Step | StepSkipped | None = None
         """The record of the last step, on every rank."""
+        self.on_event: Callable[[Event], None] | None = None
+        """Called with every event of `restore`, `step`, `evaluate`, `save` and `events`, on this rank."""
+        self.rate_of: Callable[[int], float] = lambda step: learning_rate(run.optimizer, step, run.steps)
+        """The learning rate of a step, from 0. May be replaced; nothing of it is saved."""
         self.is_built = False
         self.ready = False
         """The state is complete: initialized, loaded or restored."""
         self._has_weights = False
         """The weights of `model.from` have been loaded."""
+
+    def __dir__(self) -> list[str]:
+        return sorted(_PUBLIC)
+
+    def __enter__(self) -> Trainer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _tell(self, *events: Event) -> None:
+        if self.on_event is not None:
+            for event in events:
+                self.on_event(event)
 
     # Build and restore.
 
@@ -155,7 +194,9 @@ class Trainer:
         self.hooks.on_phase("restoring")
         progress, events = self.checkpointer.restore(self.tensors(), path, until)
         if progress is None:
-            return [*events, *self.load_initial_weights()]
+            events = [*events, *self.load_initial_weights()]
+            self._tell(*events)
+            return events
         if self.state.frozen():
             events = [*self._load_weights(resumed=True), *events]
         self.progress = progress
@@ -164,6 +205,7 @@ class Trainer:
         self.ready = True
         self.feed.close()
         self.checkpointer.export_restored()
+        self._tell(*events)
         return events
 
     def _adopt_state(self) -> None:
@@ -187,11 +229,12 @@ class Trainer:
             record = self._step(number)
         if record is not None:
             self.hooks.on_step_end(record)
+            self._tell(record)
         return record
 
     def _step(self, number: int) -> Step | StepSkipped | None:
         started = time.perf_counter()
-        rate = learning_rate(self.run.optimizer, self.progress.step, self.run.steps)
+        rate = self.rate_of(self.progress.step)
         self.hooks.before_batch(number)
         with span("loading"):
             batches = self.feed.next(self.progress.samples)
@@ -231,7 +274,10 @@ class Trainer:
     def evaluate(self) -> Evaluated | None:
         """Mean loss of the first held-out sequences of each source. None: nothing is held out, or a rank was asked to stop."""
         self.hooks.before_evaluate(self.progress.step)
-        return evaluate(self.data.eval, self.stepper, self.feed, self.progress.step, self.stop_signal)
+        evaluated = evaluate(self.data.eval, self.stepper, self.feed, self.progress.step, self.stop_signal)
+        if evaluated is not None:
+            self._tell(evaluated)
+        return evaluated
 
     def sample(self) -> Iterator[Sampled]:
         """Text for each of train.sample_prompts; all ranks call it together. Ends early if a rank was asked to stop."""
@@ -247,7 +293,9 @@ class Trainer:
             raise RunFailed(
                 f"Step {self.progress.step} is not saved: checkpoint.save = false. Remove the key to save checkpoints."
             )
-        (*_, saved) = self._save(wait=True)
+        events = list(self._save(wait=True))
+        self._tell(*events)
+        saved = events[-1]
         assert isinstance(saved, Saved)
         return saved
 
@@ -275,7 +323,10 @@ class Trainer:
     def events(self) -> Iterator[Event]:
         """Trains to the end or until a rank is asked to stop, then closes. Yields what happens."""
         try:
-            yield from self.train()
+            for event in self.train():
+                if not isinstance(event, Step | StepSkipped | Evaluated):  # these were told when they happened
+                    self._tell(event)
+                yield event
         finally:
             self.close()
 

@@ -37,6 +37,11 @@ VALUES: dict[str, Any] = {
     ),
     "dict[str, str]": {"tensor": "32 of 64 rows"},
     "dict[str, int]": {"parameters": 1 << 40},
+    "dict[str, list[Json]]": {
+        "optimizer.learning_rate": [0.1 + 0.2, 1e-4],
+        "train.clip": [1.0, "inf"],
+        "data.paths": [["a"], None],
+    },
     "dict[str, float]": {"compute": 0.1 + 0.2},
     "dict[str, dict[str, int]]": {"tensor": {"all-reduce": 7}},
 }

@@ -65,6 +65,12 @@ def test_checkpoints_of_another_run_are_left_alone(tmp_path: Path) -> None:
         check_owner(path, saved, run, new=True, fresh=True)
     with pytest.raises(RunError, match=r"other settings \(train.seed: 3 → 4\): name another URL"):
         check_owner(path, saved, run_at("s3://bucket/run", "train.seed=4"), new=True, fresh=False)
+    warmer = run_at("s3://bucket/run", "optimizer.learning_rate=0.5")
+    with pytest.raises(RunError, match=r"optimizer.learning_rate: .* → 0.5\): add --change to continue"):
+        check_owner(path, saved, warmer, new=True, fresh=False)
+    check_owner(path, saved, warmer, new=True, fresh=False, change=True)
+    with pytest.raises(RunError, match=r"--change does not accept train.seed: 3 → 4 in the run of checkpoint.url"):
+        check_owner(path, saved, run_at("s3://bucket/run", "train.seed=4"), new=True, fresh=False, change=True)
     over = replace(saved, step=run.steps)
     with pytest.raises(RunError, match=f"has finished all its {run.steps} steps"):
         check_owner(path, over, run, new=True, fresh=False)

@@ -428,3 +428,19 @@ def test_own_loops_cannot_save_a_run_without_checkpoints(tmp_path: Path) -> None
     with pytest.raises(RunFailed, match=r"Step 1 is not saved: checkpoint.save = false. Remove the key"):
         trainer.save()
     trainer.close()
+
+
+def test_a_callback_is_told_every_event_once(tmp_path: Path) -> None:
+    run = tiny_run()
+    run = replace(run, train=replace(run.train, steps=4, eval_every=2), checkpoint=replace(run.checkpoint, every=2))
+    told: list[Event] = []
+    with tiny_trainer(ALONE, run, tmp_path / "checkpoints") as trainer:
+        trainer.load_initial_weights()
+        trainer.on_event = told.append
+        yielded = list(trainer.events())
+    assert sorted(map(id, told)) == sorted(map(id, yielded)) and len(told) == len(yielded)
+    told.clear()
+    with tiny_trainer(ALONE, replace(run, train=replace(run.train, steps=6)), tmp_path / "checkpoints") as by_hand:
+        by_hand.on_event = told.append
+        returned: list[Event | None] = [*by_hand.restore(), by_hand.step(), by_hand.evaluate(), by_hand.save()]
+    assert told == returned and [event.kind for event in told] == ["restored", "step", "evaluated", "saved"]
