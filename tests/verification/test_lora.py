@@ -99,13 +99,14 @@ def test_experts_on_other_ranks(pool: RankPool) -> None:
     assert report.passed, told(report)
 
 
-def test_a_custom_module(pool: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_custom_module(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its linear layers are found by their class, and its table of dimensions says how adapters are cut."""
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "examples"))
     monkeypatch.setenv("PYTHONPATH", f"{Path(__file__).parents[2] / 'examples'}:{os.environ.get('PYTHONPATH', '')}")
     model = ModelSpec(module="own_model:Recurrent", dim=24, layers=2, vocab=257, context=48)
     run = replace(tiny_run("train.sequence_length=24"), model=model, layout=Layout(data=1, shard=2), lora=Lora(rank=3))
-    report = verify(run, steps=2, pool=pool)
+    with RankPool(2) as pool:  # forked now, with the path of the module
+        report = verify(run, steps=2, pool=pool)
     assert report.passed, told(report)
     with pytest.raises(RunError, match=r'"query" is no linear layer of the model; its layers are blocks.0.into, blocks.0.out'):
         make_case(replace(run, lora=Lora(rank=3, targets=("query",))))
