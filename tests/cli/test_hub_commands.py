@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -222,3 +223,16 @@ def test_the_resolved_run_file_of_another_machine(hub: Hub, weights: Path, shop:
     ended = phalanx(shop, hub, "train", resolved, "--run-dir", "second", "--json")
     assert ended.code == 0, ended
     assert losses(shop.events("second")) == losses(shop.events("first"))
+
+
+@pytest.mark.slow
+def test_ranks_of_torchrun_look_a_name_up_once(hub: Hub, weights: Path, shop: Workshop) -> None:
+    hub.add("org/tiny", weights)
+    (commit,) = hub.models["org/tiny"].commits
+    program = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "phalanx"]
+    settings = ("layout.data=2", "train.micro_batch=2", "--run-dir", "named", "--json")
+    ended = shop.run("train", "tiny.toml", *settings, program=program, env=hub.environment(shop.path / "cache"))
+    assert ended.code == 0, ended
+    assert hub.asked.count("GET /api/models/org/tiny/revision/main") == 1, hub.asked
+    assert load(shop.path / "named" / "run.toml").model.from_ == f"org/tiny@main@{commit}"
+    assert len(losses(shop.events("named"))) == 2
