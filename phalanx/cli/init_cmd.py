@@ -17,6 +17,7 @@ from typer import Argument, Option
 from phalanx.cli.options import AsJson
 from phalanx.cli.output import console, finish, write_file
 from phalanx.host.probe import this_machine
+from phalanx.spec import hub
 from phalanx.spec.errors import RunError, either
 from phalanx.spec.load import loads
 from phalanx.spec.model import PRESETS
@@ -31,7 +32,7 @@ def init(
     goal: Annotated[str | None, Option(help=f"{', '.join(GOALS)}. Default: asks.")] = None,
     model: Annotated[
         str | None,
-        Option(help="A preset of `phalanx models`; to fine-tune, a folder with a Hugging Face model or a run directory."),
+        Option(help="A preset of `phalanx models`; to fine-tune, a Hugging Face model (its folder, or its name on the hub) or a run directory."),
     ] = None,
     data: Annotated[list[str] | None, Option(help="File, folder, pattern or URL of text. May be given several times.")] = None,
     tokenizer: Annotated[str | None, Option(help='"byte", a tokenizer.json, or a folder that holds one.')] = None,
@@ -76,7 +77,7 @@ def _answers(goal: str | None, model: str | None, data: tuple[str, ...], *, asks
     chosen: Goal
     if goal is not None:
         chosen = goal
-    elif model is not None and os.path.isdir(os.path.expanduser(model)):
+    elif model is not None and model not in PRESETS and _model_problem(model, "finetune") is None:
         chosen = "finetune"
     elif data:
         chosen = "pretrain"
@@ -94,7 +95,7 @@ def _answers(goal: str | None, model: str | None, data: tuple[str, ...], *, asks
     if model is None and chosen == "finetune" and not asks:
         raise RunError("--goal finetune needs a model: name its folder with --model PATH.")
     if model is None and asks:
-        question = "Which model? Its folder" if chosen == "finetune" else "Which model? A preset of `phalanx models`"
+        question = "Which model? Its folder, or its name on the hub" if chosen == "finetune" else "Which model? A preset of `phalanx models`"
         model = _ask(question, default_model(chosen, bool(machine.gpus)), lambda name: _model_problem(name, chosen))
     model = model or default_model(chosen, bool(machine.gpus))
     if model is not None and (problem := _model_problem(model, chosen)) is not None:
@@ -143,7 +144,8 @@ def _text_problem(path: str) -> str | None:
 
 def _model_problem(model: str, goal: Goal) -> str | None:
     if goal == "finetune":
-        return None if os.path.isdir(os.path.expanduser(model)) else f"{model}: there is no such folder."
+        known = os.path.isdir(os.path.expanduser(model)) or hub.parse(model) is not None
+        return None if known else f"{model}: there is no such folder, and it is no name of the Hugging Face hub, such as org/name."
     return None if model in PRESETS else f"{model} is not a preset: `phalanx models` lists them."
 
 
