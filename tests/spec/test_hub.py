@@ -17,10 +17,13 @@ import hub_server
 import pytest
 from hub_server import TOKEN, Hub
 
+from phalanx.data.tokenizer import open_tokenizer
+from phalanx.spec.errors import RunError
 from phalanx.spec.hub import HubName, parse
 from phalanx.spec.model import ModelSpec
 from phalanx.spec.pinned_names import keep_commits, moved_names
 from phalanx.spec.run import Data, MixedSource, Run
+from phalanx.spec.sources import vocabulary_size
 
 RUN = """
 [model]
@@ -231,3 +234,12 @@ def test_what_was_asked_for_is_not_replaced() -> None:
     same = run_of(f"org/m@{A}", f"org/t@{A}", f"org/d@{A}")
     assert keep_commits(same, recorded) == recorded, "another name of the same commit"
     assert replace(recorded, model=same.model) != recorded
+
+
+def test_a_host_whose_cache_lacks_a_pinned_commit_is_told_what_to_download() -> None:
+    name = f"org/m@main@{A}"
+    for open_ in (vocabulary_size, open_tokenizer):
+        with pytest.raises(RunError) as caught:
+            open_(name)
+        (sentence,) = caught.value.problems
+        assert f"`hf download org/m --revision {A}`" in sentence and "HF_HOME" in sentence and name in sentence
