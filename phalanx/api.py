@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from phalanx.comparison.comparison_report import StepComparison
     from phalanx.dashboard.run_list import RunInfo
     from phalanx.evaluation.convert import Converted
-    from phalanx.evaluation.sample_text import Generation
+    from phalanx.evaluation.generated_text import Generation
     from phalanx.evaluation.text_loss import Evaluation
     from phalanx.launch.sweep import MemberResult
     from phalanx.models.sampling import Sampling
@@ -130,8 +130,8 @@ def generate(
 
     `tokens`: at most so many; `sampling`: `px.Sampling(temperature=…, top_k=…, top_p=…, seed=…)`, by default a temperature of 0.8.
     """
+    from phalanx.evaluation.generated_text import sample_text
     from phalanx.evaluation.open_model import open_model
-    from phalanx.evaluation.sample_text import sample_text
     from phalanx.models.sampling import Sampling
 
     if tokens < 1:

@@ -117,6 +117,22 @@ def _command_and_output(block: str) -> tuple[str, list[str]]:
 
 
 @pytest.mark.slow
+def test_the_notebook_trains_plots_verifies_and_generates(tmp_path: Path) -> None:
+    """In a real kernel, in which other threads run from the start."""
+    nbformat = pytest.importorskip("nbformat", reason="needs `pip install nbclient ipykernel`")
+    nbclient = pytest.importorskip("nbclient", reason="needs `pip install nbclient ipykernel`")
+    pytest.importorskip("ipykernel", reason="needs `pip install nbclient ipykernel`")
+    notebook = nbformat.read(ROOT / "examples" / "first_hour.ipynb", as_version=4)
+    nbclient.NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    printed = [
+        "".join(output.get("text", "") for output in cell.outputs) for cell in notebook.cells if cell.cell_type == "code"
+    ]
+    assert printed[1].startswith("30 steps, loss 5."), printed
+    assert printed[3].strip() == "passed" and printed[4].startswith("def "), printed
+    assert (tmp_path / "loss.png").stat().st_size > 1000
+
+
+@pytest.mark.slow
 def test_every_how_to_runs(installed: dict[str, str], tmp_path: Path) -> None:
     (tmp_path / "text").mkdir()
     for number in range(4):

@@ -5,7 +5,7 @@ prune do not need torch either."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -340,12 +340,7 @@ def export_hf(
 ) -> None:
     """Write a model for transformers: weights in safetensors, config.json and the tokenizer, to a folder, to the Hugging Face hub, or both; or LoRA
     adapters for PEFT."""
-    problems = [f"--format {kind}: choose {', '.join(_HF_FORMATS)}."] if kind not in _HF_FORMATS else []
-    if kind == "peft" and check is not None:
-        problems.append("--check compares a whole model: remove it, or take --format hf.")
-    if kind == "peft" and push is not None:
-        problems.append("--push uploads a whole model: remove it, or take --format hf.")
-    refuse(problems)
+    _check_format(kind, {"--check compares": check, "--push uploads": push})
     _check_push(out, push, {"--private": private, "--revision": revision is not None})
     if kind == "peft":
         assert out is not None, "without --push there is a folder"
@@ -369,13 +364,25 @@ def export_hf(
         return
     places = [] if out is None else [str(out)]
     places += [] if pushed is None else [f"{pushed.url} (commit {pushed.commit[:12]})"]
-    print(
-        f"{converted.parameters:,} parameters ({converted.family}, {converted.dtype}, {_files(converted.files)}) → {' and '.join(places)}"
-    )
+    _print_converted(converted, " and ".join(places))
+
+
+def _print_converted(converted: Converted, place: str) -> None:
+    """Says what was written where, and how well it reproduces the logits of the run."""
+    print(f"{converted.parameters:,} parameters ({converted.family}, {converted.dtype}, {_files(converted.files)}) → {place}")
     if (match := converted.match) is not None:
         print(
             f"Loaded by {match.opened}, its logits differ by {match.difference:.2g} of the largest; {match.allowed:.2g} is allowed."
         )
+
+
+def _check_format(kind: str, of_models: Mapping[str, object]) -> None:
+    """Refuses an unknown format, and options that need a whole model with adapters alone."""
+    problems = [f"--format {kind}: choose {', '.join(_HF_FORMATS)}."] if kind not in _HF_FORMATS else []
+    for option, value in of_models.items():
+        if kind == "peft" and value is not None:
+            problems.append(f"{option} a whole model: remove it, or take --format hf.")
+    refuse(problems)
 
 
 def _export_peft(checkpoint: str, out: Path, dtype: str | None, *, json: bool) -> None:

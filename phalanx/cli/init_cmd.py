@@ -32,7 +32,9 @@ def init(
     goal: Annotated[str | None, Option(help=f"{', '.join(GOALS)}. Default: asks.")] = None,
     model: Annotated[
         str | None,
-        Option(help="A preset of `phalanx models`; to fine-tune, a Hugging Face model (its folder, or its name on the hub) or a run directory."),
+        Option(
+            help="A preset of `phalanx models`; to fine-tune, a Hugging Face model (its folder, or its name on the hub) or a run directory."
+        ),
     ] = None,
     data: Annotated[list[str] | None, Option(help="File, folder, pattern or URL of text. May be given several times.")] = None,
     tokenizer: Annotated[str | None, Option(help='"byte", a tokenizer.json, or a folder that holds one.')] = None,
@@ -95,7 +97,11 @@ def _answers(goal: str | None, model: str | None, data: tuple[str, ...], *, asks
     if model is None and chosen == "finetune" and not asks:
         raise RunError("--goal finetune needs a model: name its folder with --model PATH.")
     if model is None and asks:
-        question = "Which model? Its folder, or its name on the hub" if chosen == "finetune" else "Which model? A preset of `phalanx models`"
+        question = (
+            "Which model? Its folder, or its name on the hub"
+            if chosen == "finetune"
+            else "Which model? A preset of `phalanx models`"
+        )
         model = _ask(question, default_model(chosen, bool(machine.gpus)), lambda name: _model_problem(name, chosen))
     model = model or default_model(chosen, bool(machine.gpus))
     if model is not None and (problem := _model_problem(model, chosen)) is not None:
@@ -145,7 +151,9 @@ def _text_problem(path: str) -> str | None:
 def _model_problem(model: str, goal: Goal) -> str | None:
     if goal == "finetune":
         known = os.path.isdir(os.path.expanduser(model)) or hub.parse(model) is not None
-        return None if known else f"{model}: there is no such folder, and it is no name of the Hugging Face hub, such as org/name."
+        return (
+            None if known else f"{model}: there is no such folder, and it is no name of the Hugging Face hub, such as org/name."
+        )
     return None if model in PRESETS else f"{model} is not a preset: `phalanx models` lists them."
 
 
@@ -176,7 +184,7 @@ def _check(text: str, file: Path, machine: Machine) -> None:
 
 def _copy_example(name: str, file: Path, *, force: bool) -> dict[str, object]:
     folder = files("phalanx") / _EXAMPLES
-    known = sorted(entry.name for entry in folder.iterdir() if entry.name.endswith((".toml", ".py")))
+    known = sorted(entry.name for entry in folder.iterdir() if entry.name.endswith((".toml", ".py", ".ipynb")))
     if name == "list":
         for entry in known:
             console.print(entry, markup=False)

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 import sys
@@ -20,6 +19,7 @@ import typer.completion
 from phalanx._version import __version__
 from phalanx.cli.lost_terminal import flush_or_drop, tolerate_lost_readers
 from phalanx.cli.output import console, print_error, print_json, wants_json
+from phalanx.host.env import shell_completes
 from phalanx.spec.errors import PhalanxError, RunError
 
 _VERBS = {
@@ -103,7 +103,7 @@ def main() -> None:
     words = sys.argv[1:]
     console.stderr = wants_json()  # standard output is for the program that reads it
     tolerate_lost_readers(words[0] if words else "")
-    if any(name.startswith("_PHALANX_COMPLETE") for name in os.environ):
+    if shell_completes():
         typer.completion.completion_init()  # a shell asks what may come next
     try:
         _refuse_settings_as_options(words)

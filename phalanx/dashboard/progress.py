@@ -275,14 +275,8 @@ def _line(event: Event) -> tuple[str, str] | None:
             return f"step {event.step}  exported for transformers: {written}", "green"
         case records.CheckpointDamaged():
             return f"checkpoint {_name(event.path)} is damaged and was skipped: {event.reason}", "yellow"
-        case records.Recovered(source="program"):
-            how = f"{_ACTIONS.get(event.action, event.action)}; the program runs on {event.ranks} ranks"
-            return f"recovered in {duration(event.seconds)}: {how}", "green"
         case records.Recovered():
-            lost = f", {event.steps_lost} step{'s' if event.steps_lost > 1 else ''} to repeat" if event.steps_lost else ""
-            how = f"{_ACTIONS.get(event.action, event.action)}; {event.ranks} ranks continue after step {event.step}"
-            source = _SOURCES.get(event.source, "step 0")
-            return f"recovered in {duration(event.seconds)}: {how} from {source}{lost}", "green"
+            return f"recovered in {duration(event.seconds)}: {_recovery(event)}", "green"
         case records.Rewound():
             first, end = event.skipped_samples
             where = f"from step {event.step} to step {event.to_step}"
@@ -292,6 +286,16 @@ def _line(event: Event) -> tuple[str, str] | None:
             return f"node {event.node} refused a connection from {event.address}{total}: {event.reason}", "yellow"
     text, style = _PLAIN_LINES.get(type(event), ("", ""))
     return (text.format(event=event), style) if text else None
+
+
+def _recovery(event: records.Recovered) -> str:
+    """How a run or a program goes on."""
+    action = _ACTIONS.get(event.action, event.action)
+    if event.source == "program":
+        return f"{action}; the program runs on {event.ranks} ranks"
+    lost = f", {event.steps_lost} step{'s' if event.steps_lost > 1 else ''} to repeat" if event.steps_lost else ""
+    source = _SOURCES.get(event.source, "step 0")
+    return f"{action}; {event.ranks} ranks continue after step {event.step} from {source}{lost}"
 
 
 def _hosts_line(event: records.HostsChecked) -> str:

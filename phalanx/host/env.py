@@ -103,6 +103,11 @@ def environment_with_gpus(first: int, count: int) -> dict[str, str]:
     return {**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(names[first : first + count])}
 
 
+def shell_completes() -> bool:
+    """Whether a shell asks what may come next on the command line."""
+    return "_PHALANX_COMPLETE" in os.environ
+
+
 def config_folder() -> Path:
     """The user's configuration folder of this program."""
     return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "phalanx"

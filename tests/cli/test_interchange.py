@@ -61,7 +61,7 @@ def test_import_and_export_print_a_summary(tmp_path: Path, phalanx: InProcess) -
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["import", "nowhere", "run"], "nowhere is not a folder"),
+        (["import", "nowhere", "run"], "nowhere is not a directory"),
         (["import", "hf", "hf"], "hf already exists"),
         (["import", "empty", "run"], "empty is not a Hugging Face model: it has no config.json"),
         (["export", "nowhere", "out"], "nowhere is not a directory"),
