@@ -79,7 +79,7 @@ def _answers(goal: str | None, model: str | None, data: tuple[str, ...], *, asks
     chosen: Goal
     if goal is not None:
         chosen = goal
-    elif model is not None and model not in PRESETS and _model_problem(model, "finetune") is None:
+    elif model is not None and (os.path.isdir(os.path.expanduser(model)) or ("/" in model and hub.parse(model) is not None)):
         chosen = "finetune"
     elif data:
         chosen = "pretrain"
