@@ -9,7 +9,7 @@
     trainer.step()
     assert px.verify(run).passed  # proves on CPU ranks that the layout equals one device
 
-init                        write a new run file
+init, Answers               write a new run file
 load, loads                 read a run file, or its text
 plan, explain               the fastest layout that fits, and why
 rehearse                    the program of any rank of any job, without its GPUs
