@@ -130,6 +130,7 @@ def test_names_that_are_neither_paths_nor_repositories(hub: Hub, shop: Workshop)
         assert "Nor is it a model of the Hugging Face hub" in ended.err and "Traceback" not in ended.err
 
 
+@pytest.mark.slow
 def test_an_interrupted_download_is_continued(hub: Hub, weights: Path, shop: Workshop) -> None:
     hub.add("org/tiny", weights)
     hub.cut = 1000
@@ -161,6 +162,7 @@ def test_a_dataset_by_name(hub: Hub, shop: Workshop) -> None:
     assert ended.code == 2 and "hf download org/unseen --repo-type dataset --local-dir FOLDER" in ended.err, ended
 
 
+@pytest.mark.slow
 def test_a_pushed_model_has_the_files_of_an_export(hub: Hub, weights: Path, shop: Workshop) -> None:
     assert phalanx(shop, hub, "import", weights, "run").code == 0
     ended = phalanx(shop, hub, "export", "run", "--push", "org/new", "--private", "--json", token=TOKEN)

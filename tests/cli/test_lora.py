@@ -45,6 +45,7 @@ def shop(workshop: Workshop) -> Workshop:
     return workshop
 
 
+@pytest.mark.slow
 def test_train_resume_generate_evaluate_and_export(shop: Workshop) -> None:
     ended = shop.train("--run-dir", "whole")
     started, *_ = [event for event in shop.events("whole") if isinstance(event, RunStarted)]
@@ -107,6 +108,7 @@ def test_adapters_are_no_model_to_start_from(shop: Workshop) -> None:
     assert refused.code == 2 and "merge them with `phalanx export run FOLDER`" in " ".join(refused.shown.split())
 
 
+@pytest.mark.slow
 def test_preferences(shop: Workshop) -> None:
     """DPO with adapters, from a file of preferences to text; a model alone has no loss on preferences."""
     pairs = [{"prompt": f"the {number}", "chosen": " fox jumps", "rejected": " lazy dozen jugs"} for number in range(40)]

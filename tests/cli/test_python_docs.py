@@ -32,6 +32,7 @@ def test_the_example_runs_as_written(workshop: Workshop) -> None:
     assert (workshop.path / "runs/by-hand/checkpoints/step-00000006/commit.json").is_file()
 
 
+@pytest.mark.slow
 def test_the_sweep_runs_as_written(workshop: Workshop) -> None:
     prelude = 'import phalanx as px\nrun = px.load("tiny.toml", ["train.steps=2"])\n'
     ended = workshop.run("-c", prelude + SWEEP, program=[sys.executable, "-W", "error"])
