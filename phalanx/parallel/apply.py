@@ -108,13 +108,21 @@ def transform(parts: list[nn.Module], run: Run, plan: Plan, mesh: Mesh) -> dict[
 
 def _graphed(run: Run, plan: Plan, mesh: Mesh) -> bool:
     """Whether a micro-batch is replayed as CUDA graphs: by default on one GPU where blocks are so small that the host is slower than the device. With
-    several ranks, gradients would all be sent at the end."""
-    if not accelerator.of(mesh.device).asynchronous:
+    several ranks, gradients would all be sent at the end. A replay writes gradients where the last one did, so that a second micro-batch of the step
+    would be added to itself."""
+    if not accelerator.of(mesh.device).asynchronous or run.memory.cuda_graphs is False:
         return False
-    if run.memory.cuda_graphs is None:
-        plain = plan.compute != "fp8" and run.lora.rank is None and run.train.objective == "next-token"
-        return bool(run.memory.compile) and mesh.ranks == 1 and plain and _compiled_together(run, plan, mesh) > 1
-    return run.memory.cuda_graphs
+    if run.memory.cuda_graphs and plan.accumulation > 1:
+        raise RunError(
+            [
+                f"memory.cuda_graphs = true needs steps of one micro-batch per rank, but the plan has {plan.accumulation} of {plan.micro_batch} "
+                "sequences: lower train.batch, raise train.micro_batch, or remove memory.cuda_graphs."
+            ]
+        )
+    if run.memory.cuda_graphs:
+        return True
+    plain = plan.compute != "fp8" and run.lora.rank is None and run.train.objective == "next-token" and plan.accumulation == 1
+    return bool(run.memory.compile) and mesh.ranks == 1 and plain and _compiled_together(run, plan, mesh) > 1
 
 
 def _compiled_together(run: Run, plan: Plan, mesh: Mesh) -> int:

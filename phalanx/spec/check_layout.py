@@ -206,9 +206,9 @@ def _cuda_graphs(run: Run) -> Iterator[str]:
     """What a recorded forward and backward cannot contain: decisions of the host, and messages to other ranks."""
     remedy = "remove memory.cuda_graphs"
     model, layout = run.model, run.layout
-    for key, what in {"tensor": "messages", "context": "messages", "pipeline": "messages", "expert": "messages"}.items():
+    for key in ("tensor", "context", "pipeline", "expert"):
         if getattr(layout, key) > 1:
-            yield f"$memory.cuda_graphs cannot be combined with $layout.{key}, whose {what} are not recorded: {remedy}."
+            yield f"$memory.cuda_graphs cannot be combined with $layout.{key}, whose messages are not recorded: {remedy}."
     if layout.zero == 3 and layout.shard > 1:
         yield f"$memory.cuda_graphs cannot be combined with $layout.shard and $layout.zero, whose messages are not recorded: {remedy}."
     if model.module is not None:

@@ -251,7 +251,7 @@ class Memory:
     compile: bool | None = None
     """Compile each block with torch.compile, which makes it faster and saves memory. Default: on GPUs, for built-in models, but not with tensor parallelism or a schedule that splits backwards."""
     cuda_graphs: bool | None = None
-    """Record forward and backward of a micro-batch as CUDA graphs in the third step and replay them, so that the GPU does not wait for the host to launch small kernels. Default: for a built-in dense model on one GPU whose blocks are compiled and small."""
+    """Record forward and backward of a micro-batch as CUDA graphs in the third step and replay them, so that the GPU does not wait for the host to launch small kernels. A step must be one micro-batch per rank. Default: for a built-in dense model on one GPU whose blocks are compiled and small."""
 
     @property
     def recomputes(self) -> bool:

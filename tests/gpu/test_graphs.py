@@ -32,7 +32,7 @@ dim = 256
 layers = 4
 heads = 4
 [train]
-batch = 16
+batch = 8
 micro_batch = 8
 sequence_length = 256
 steps = 12

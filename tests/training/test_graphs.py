@@ -12,6 +12,12 @@ from torch import Tensor, nn
 
 from phalanx.accelerator import Accelerator
 from phalanx.kernels.document_attention import DocumentSpans
+from phalanx.parallel.mesh import Mesh
+from phalanx.spec.errors import RunError
+from phalanx.spec.layout import Layout
+from phalanx.spec.load import loads
+from phalanx.spec.plan import Place, Plan
+from phalanx.training.build import build
 from phalanx.training.graphs import Graphs
 from phalanx.training.micro_batch import MicroBatch
 
@@ -116,3 +122,27 @@ def test_what_cannot_be_recorded_runs_without_graphs_and_says_so(capsys: pytest.
     assert graphs.loss(micro_batch([[1]])) is None and graphs.loss(micro_batch([[1]])) is None
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and "memory.cuda_graphs" in said and "not permitted" in said
+
+
+@pytest.mark.parametrize(("accumulation", "graphed"), [(1, True), (2, False)])
+def test_only_steps_of_one_micro_batch_are_recorded(accumulation: int, graphed: bool) -> None:
+    """A second replay would write its gradients over those that the first one left to be added to."""
+    text = "[model]\ndim = 32\nlayers = 2\nheads = 2\n[train]\nbatch = 8\nsequence_length = 32\nsteps = 4\n[memory]\n"
+    layout = Layout(data=1)
+    plan = Plan(
+        layout=layout,
+        device="cuda",
+        threads=1,
+        micro_batch=8 // accumulation,
+        accumulation=accumulation,
+        compute="bf16",
+        parameters=0,
+        flops_per_token=0.0,
+        peak_flops=None,
+    )
+    mesh = Mesh(Place(), torch.device("meta"), layout)
+    by_default = build(loads(text + "compile = true"), plan, mesh).sharded
+    assert by_default.graphed is graphed and ("cuda_graphs" in by_default.applied) is graphed
+    if not graphed:
+        with pytest.raises(RunError, match="one micro-batch per rank, but the plan has 2 of 4"):
+            build(loads(text + "cuda_graphs = true"), plan, mesh)
