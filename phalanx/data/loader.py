@@ -86,6 +86,11 @@ class Loader(Generic[T]):
         self.position += self._stride
         return step
 
+    @property
+    def ready(self) -> bool:
+        """Whether the next step is read, so that taking it does not wait."""
+        return not self._steps.empty()
+
     def close(self) -> None:
         """Stop the thread after its current step at the latest, and wait for it. May be called twice."""
         self._stop()

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from phalanx.accelerator import Accelerator
@@ -16,6 +17,8 @@ from phalanx.training.micro_batch import MicroBatch
 
 _FIRST_STEP = 3
 """Of a launch. Before it, code is compiled, memory is accounted, and libraries choose their kernels."""
+_FIRST_AHEAD = 6
+"""The first step at whose end the next forward is launched. The parts of earlier steps are timed."""
 _MOST_RECORDS = 4
 """Each keeps gradients of its own; all share the memory of activations."""
 _MAX_REASON = 300
@@ -32,6 +35,7 @@ class Graphs:
         self._records: dict[int, Callable[..., Any]] = {}
         self._addresses: list[int] = []
         self._steps, self._paused, self._failed = 0, 0, False
+        self._ahead: tuple[MicroBatch, MicroBatch, Tensor] | None = None
 
     def begin_step(self) -> None:
         self._steps += 1
@@ -43,8 +47,21 @@ class Graphs:
     def resume(self) -> None:
         self._paused -= 1
 
+    def launch_ahead(self, batch: MicroBatch, device: torch.device) -> None:
+        """Launches the forward of the next step behind the update, so that the device computes while the host ends this step and begins the next."""
+        if self._steps >= _FIRST_AHEAD:
+            moved = batch.to(device)
+            loss = self.loss(moved)
+            self._ahead = None if loss is None else (batch, moved, loss)
+
+    def take_ahead(self, batch: MicroBatch) -> tuple[MicroBatch, Tensor] | None:
+        """What was launched ahead for this micro-batch, as (micro-batch on the device, summed loss)."""
+        ahead, self._ahead = self._ahead, None
+        return None if ahead is None or ahead[0] is not batch else ahead[1:]
+
     def loss(self, batch: MicroBatch) -> Tensor | None:
         """The summed loss, with a backward; None if this micro-batch is to be computed without graphs."""
+        self._ahead = None  # replays write where the last one did
         if self._paused or self._failed or self._steps < _FIRST_STEP:
             return None
         addresses = [parameter.data_ptr() for parameter in self._part.parameters()]

@@ -132,6 +132,7 @@ class BatchFeed:
         layout = plan.layout
         self._own = own_positions(layout, mesh, run.train.sequence_length) if layout.context > 1 else None
         self._loader: Loader[MicroBatch] | None = None
+        self._peeked: list[MicroBatch] | None = None
 
     @cached_property
     def share(self) -> ReplicaShare:
@@ -144,7 +145,14 @@ class BatchFeed:
         if self._loader is None:
             prefetch = self.run.data.prefetch
             self._loader = Loader(self._data.train, self.share, start=samples, prefetch=prefetch, prepare=self.prepare)
-        return next(self._loader)
+        batches, self._peeked = self._peeked or next(self._loader), None
+        return batches
+
+    def peek(self) -> list[MicroBatch] | None:
+        """What the next call of `next` returns; None if it is not read yet."""
+        if self._peeked is None and self._loader is not None and self._loader.ready:
+            self._peeked = next(self._loader)
+        return self._peeked
 
     def prepare(self, batch: Batch) -> MicroBatch:
         """A batch as this rank reads it."""
@@ -156,6 +164,7 @@ class BatchFeed:
 
     def close(self) -> None:
         """Ends the reader and drops what it has read ahead."""
+        self._peeked = None
         if self._loader is not None:
             self._loader.close()
             self._loader = None

@@ -115,6 +115,10 @@ class Stepper:
         self.reference: Stepper | None = None
         """DPO without adapters: computes the forwards of the reference."""
         self._totals: StepTotals | None = None
+        self.next_batch: Callable[[], tuple[MicroBatch, int] | None] | None = None
+        """The micro-batch of the next step and its seed, if they are known already. Set by a caller that changes no weights between two steps."""
+        self.weights_written = False
+        """The step has called `engine.updated` itself."""
         if self._dpo is not None:
             self._context = self._mesh.group("context", use="context")
         self.stages = tuple((0,) if pipeline is None else pipeline.schedule.stages_of(self._mesh.coordinate("pipeline")))
@@ -136,7 +140,7 @@ class Stepper:
 
     def begin(self, number: int, seed: int) -> None:
         """Prepares step `number`; random numbers of its forwards follow from `seed`."""
-        self.number, self.seed = number, seed
+        self.number, self.seed, self.weights_written = number, seed, False
         if self._graphs is not None:
             self._graphs.begin_step()
         self._began, self._waited = time.perf_counter(), COMM_TIMER.seconds
@@ -194,8 +198,7 @@ class Stepper:
                 totals.stop(request)
                 if not self.sharded.lockstep:
                     break  # the other ranks need nothing of this one until the gradients are summed
-            batch = self._with_reference(batch.to(self._mesh.device))
-            loss, whole = self._micro_batch_losses(batch)
+            batch, loss, whole = self._micro_batch_losses(batch)
             totals.add(loss.detach(), batch)
             if index == len(batches) - 1:
                 totals.start()  # the ranks' sums overlap with the last backward
@@ -227,11 +230,16 @@ class Stepper:
     def _after_backward(self, part: int | None = None) -> None:
         self.observer.run("after_backward", self.sharded.engine.after_backward, part)
 
-    def _micro_batch_losses(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        if self._graphs is not None and (loss := self._graphs.loss(batch)) is not None:
-            self.hooks.on_loss(loss)
-            return loss, loss
-        return self.losses(self._forward(0, None, batch), batch)
+    def _micro_batch_losses(self, batch: MicroBatch) -> tuple[MicroBatch, Tensor, Tensor]:
+        """The micro-batch on the device, its reported loss, and that of the backward."""
+        ahead = None if self._graphs is None else self._graphs.take_ahead(batch)
+        moved, loss = ahead or (self._with_reference(batch.to(self._mesh.device)), None)
+        if loss is None and self._graphs is not None:
+            loss = self._graphs.loss(moved)
+        if loss is None:
+            return moved, *self.losses(self._forward(0, None, moved), moved)
+        self.hooks.on_loss(loss)
+        return moved, loss, loss
 
     def _loss_of(self, batch: MicroBatch) -> Tensor:
         """As a graph records it: without what happens on the host."""
@@ -342,6 +350,8 @@ class Stepper:
         self.hooks.on_update(self.number)
         skip = (pending.verdict != GOOD).float()
         self.observer.run("optimizer", optimizer.step, pending.learning_rate, pending.divisor, skip)
+        if self._graphs is not None and self.next_batch is not None and self.hooks.all_allow_ahead:
+            self._launch_ahead(self._graphs, self.next_batch())
         verdict, loads = int(pending.read_verdict()), pending.totals.loads
         if verdict == GOOD:
             # Every rank has the same counts, so all copies of a router change alike. Those below LoRA adapters are frozen.
@@ -351,6 +361,15 @@ class Stepper:
             self.scale.update(verdict == GOOD)
         self.hooks.after_update(self.number)
         self.pending, self.applied, self.update_incomplete = None, pending, False
+
+    def _launch_ahead(self, graphs: Graphs, following: tuple[MicroBatch, int] | None) -> None:
+        """Launches the forward of the next step before the host waits for the results of this one."""
+        self.sharded.engine.updated(stepped=True)
+        self.weights_written = True
+        if following is not None:
+            batch, seed = following
+            torch.manual_seed(seed)
+            graphs.launch_ahead(batch, self._mesh.device)
 
     def _remember_loads(self, loads: Mapping[str, Tensor]) -> None:
         if loads:

@@ -45,7 +45,7 @@ from phalanx.training.hooks import Hooks, StepRefused
 from phalanx.training.hooks.measurements import HeartbeatHook, StepAccounting, StepTiming
 from phalanx.training.hooks.nonfinite import NonFiniteRetry
 from phalanx.training.hooks.replica_check import ReplicaCheck
-from phalanx.training.micro_batch import BatchFeed, step_seed
+from phalanx.training.micro_batch import BatchFeed, MicroBatch, step_seed
 from phalanx.training.run_progress import Progress, step_record, too_many_rollbacks, too_many_skipped
 from phalanx.training.sample_text import Sampler
 from phalanx.training.saving import Checkpointer
@@ -268,7 +268,7 @@ class Trainer:
                 outer.step()
                 self._adopt_state()
                 self.stepper.update_incomplete = False
-            else:
+            elif not self.stepper.weights_written:
                 self.sharded.engine.updated(stepped=True)
 
     def evaluate(self) -> Evaluated | None:
@@ -323,18 +323,22 @@ class Trainer:
     def events(self) -> Iterator[Event]:
         """Trains to the end or until a rank is asked to stop, then closes. Yields what happens."""
         try:
-            for event in self.train():
+            for event in self.train(ahead=False):
                 if not isinstance(event, Step | StepSkipped | Evaluated):  # these were told when they happened
                     self._tell(event)
                 yield event
         finally:
             self.close()
 
-    def train(self, *, save_only: bool = False) -> Iterator[Event]:
-        """As `events`, without closing. `save_only`: saves the present state and stops."""
+    def train(self, *, save_only: bool = False, ahead: bool = True) -> Iterator[Event]:
+        """As `events`, without closing. `save_only`: saves the present state and stops. `ahead`: with CUDA graphs, the next forward is launched
+        before a step is reported, so whoever takes the events must not change the model."""
         self.heartbeat.begin(self.progress.step)
         self.stop_signal.agreed = 0
         if not save_only:
+            # A program that is called between two steps may change the weights that the next forward reads.
+            alone = self.mesh.ranks == 1 and self.state.outer is None and self.on_event is None
+            self.stepper.next_batch = self._next_batch if ahead and alone else None
             yield from self._train()
         if self.stop_signal.agreed != PAUSE:
             yield from self._finish()
@@ -370,6 +374,13 @@ class Trainer:
             if self.run.checkpoint.save and self._is_due(self.run.checkpoint.every) and not self.finished:
                 self.hooks.on_phase("saving")
                 yield from self._save(wait=False)
+
+    def _next_batch(self) -> tuple[MicroBatch, int] | None:
+        """Of the step after the one in progress, if it is read already."""
+        batches = self.feed.peek() if self.progress.step + 1 < self.run.steps else None
+        return (
+            None if batches is None else (batches[0], step_seed(self.run.train.seed, self.progress.step + 1, self.mesh.replica))
+        )
 
     def _is_due(self, every: int | None) -> bool:
         return every is not None and self.progress.step % every == 0

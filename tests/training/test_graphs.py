@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from ranks import ALONE, copied, differing, tiny_run, tiny_trainer
 from torch import Tensor, nn
 
 from phalanx.accelerator import Accelerator
+from phalanx.events.records import Evaluated, Step
 from phalanx.kernels.document_attention import DocumentSpans
 from phalanx.parallel.mesh import Mesh
 from phalanx.spec.errors import RunError
@@ -19,7 +22,10 @@ from phalanx.spec.load import loads
 from phalanx.spec.plan import Place, Plan
 from phalanx.training.build import build
 from phalanx.training.graphs import Graphs
+from phalanx.training.hooks import StepContext, StepHook
 from phalanx.training.micro_batch import MicroBatch
+from phalanx.training.step_totals import Outcome
+from phalanx.training.trainer import Trainer
 
 
 class Recorder(Accelerator):
@@ -146,3 +152,86 @@ def test_only_steps_of_one_micro_batch_are_recorded(accumulation: int, graphed: 
     if not graphed:
         with pytest.raises(RunError, match="one micro-batch per rank, but the plan has 2 of 4"):
             build(loads(text + "cuda_graphs = true"), plan, mesh)
+
+
+@pytest.fixture
+def recorded(tmp_path: Path) -> Callable[..., tuple[Trainer, Recorder, list[int]]]:
+    """Makes trainers whose micro-batches are replayed by a `Recorder`. The list gets the step in whose course each replay was."""
+
+    def make(name: str, *overrides: str) -> tuple[Trainer, Recorder, list[int]]:
+        trainer = tiny_trainer(
+            ALONE, tiny_run("train.micro_batch=8", "train.steps=12", "data.document_mask=false", *overrides), tmp_path / name
+        )
+        stepper, device, replayed_in = trainer.stepper, Recorder(), []
+        loss_of = stepper._loss_of
+
+        def counted(batch: MicroBatch) -> Tensor:
+            replayed_in.append(stepper.number)
+            return loss_of(batch)
+
+        stepper._graphs = Graphs(trainer.model, device, counted)
+        return trainer, device, replayed_in
+
+    return make
+
+
+def test_the_next_forward_is_launched_before_the_step_ends_and_nothing_else_changes(
+    recorded: Callable[..., tuple[Trainer, Recorder, list[int]]],
+) -> None:
+    """Evaluations and checkpoints between two steps do not see it."""
+    settings = ("train.eval_every=4", "checkpoint.every=5")
+    plain, _, one_by_one = recorded("plain", *settings)
+    told = [event for event in plain.train(ahead=False) if isinstance(event, Step | Evaluated)]
+    trainer, _, replayed_in = recorded("ahead", *settings)
+    found = [event for event in trainer.train() if isinstance(event, Step | Evaluated)]
+    assert [(event.kind, event.step, event.loss) for event in found] == [(event.kind, event.step, event.loss) for event in told]
+    assert differing(trainer.tensors(), copied(plain.tensors())) == []
+    assert one_by_one == [3, 4, 5, 6, 7, 8, 9, 10, 11, 12]
+    assert replayed_in == [3, 4, 5, 6, 6, 7, 8, 9, 10, 11], (
+        "from the end of the sixth step on, one step ahead; none after the last"
+    )
+
+
+def test_a_step_that_is_taken_again_launches_what_follows_it_again(
+    recorded: Callable[..., tuple[Trainer, Recorder, list[int]]],
+) -> None:
+    plain, _, _ = recorded("plain")
+    told = [event.loss for event in plain.train(ahead=False) if isinstance(event, Step)]
+    trainer, _, replayed_in = recorded("ahead")
+
+    class Retry(StepHook):
+        """As the hook that takes a step with a non-finite loss again, for step 8."""
+
+        def on_outcome(self, outcome: Outcome, batches: Sequence[MicroBatch], retry: Callable[[], Outcome]) -> Outcome:
+            if trainer.stepper.number != 8:
+                return outcome
+            for name, tensor in saved.items():
+                trainer.tensors()[name].tensor.copy_(tensor)
+            return retry()
+
+        def before_update(self, context: StepContext) -> None:
+            saved.update({name: piece.tensor.clone() for name, piece in trainer.tensors().items()})
+
+    saved: dict[str, Tensor] = {}
+    trainer.hooks.add(Retry())
+    found = [event.loss for event in trainer.train() if isinstance(event, Step)]
+    assert replayed_in.count(8) == 3, "the forward of step 9, that of step 8 again, and that of step 9 again"
+    assert found == told
+
+
+@pytest.mark.parametrize("way", ["events", "callback", "hook"])
+def test_nothing_is_launched_ahead_of_a_program_that_may_change_the_model(
+    way: str, recorded: Callable[..., tuple[Trainer, Recorder, list[int]]]
+) -> None:
+    trainer, _, replayed_in = recorded(way)
+    if way == "callback":
+        trainer.on_event = lambda event: None
+    if way == "hook":
+
+        class Changes(StepHook):
+            allows_ahead = False
+
+        trainer.hooks.add(Changes())
+    for _ in trainer.events() if way == "events" else trainer.train():
+        pass
+    assert replayed_in == [3, 4, 5, 6, 7, 8, 9, 10, 11, 12]

@@ -42,6 +42,9 @@ class StepContext:
 class StepHook:
     """Every method does nothing here; a hook overrides those it needs. The methods stand in the order in which they are called."""
 
+    allows_ahead = True
+    """Whether the first forward of a step may be launched at the end of the step before. False: the hook changes what that forward computes."""
+
     def on_state_replaced(self) -> None:
         """Parameters were written by something other than the optimizer: a checkpoint, initial weights, an outer step."""
 
@@ -120,6 +123,10 @@ class Hooks(StepHook):
 
     def add(self, *hooks: StepHook) -> None:
         self._hooks += hooks
+
+    @property
+    def all_allow_ahead(self) -> bool:
+        return all(hook.allows_ahead for hook in self._hooks)
 
     @contextmanager
     def with_hook(self, hook: StepHook) -> Iterator[None]:

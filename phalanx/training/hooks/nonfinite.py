@@ -95,6 +95,8 @@ def trace(stepper: Stepper, optimizer: Optimizer, batches: Sequence[MicroBatch])
 class Probe(StepHook):
     """Looks at the tensors of one rank's modules while they compute."""
 
+    allows_ahead = False
+
     def __init__(self, parts: Sequence[nn.Module], stages: Sequence[int]):
         """`stages`: the pipeline stage of each part."""
         self._parts, self._stages = parts, stages

@@ -36,6 +36,8 @@ class InjectedFault(RuntimeError):
 class RankFaults(StepHook):
     """The faults of one rank."""
 
+    allows_ahead = False
+
     def __init__(self, faults: Sequence[Fault], *, rank: int, done: FaultClaims, report: Callable[[FaultInjected], object]):
         """`faults`: all faults of the run, with those of `random` drawn; a fault's index is its number in `done`. `report` writes the
         record before the fault is injected."""
