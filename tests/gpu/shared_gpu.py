@@ -108,7 +108,7 @@ def main(checks: list[str]) -> None:
                 for rank, device, current, via_host, total in pool.run(placed, Layout(data=RANKS)):
                     say(check, rank=rank, device=device, current=current, via_host=via_host, total=total, gpus=len(gpus))
             elif check == "compiled":
-                for name in ("data", "pipeline", "ring", "ZeRO-3", "expert"):
+                for name in ("data", "tensor", "tensor, sequence", "pipeline", "ring", "ZeRO-3", "expert"):
                     prove(check, name, run_of(*LAYOUTS[name]), pool, gpus)
             elif check == "more":
                 for name, (model, layout, overrides) in MORE.items():

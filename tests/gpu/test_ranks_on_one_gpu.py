@@ -66,7 +66,7 @@ def test_what_moves_between_device_and_host_computes_the_same(gpu_environment: d
 
 def test_the_defaults_of_training_compile_blocks_and_compute_the_same(gpu_environment: dict[str, str]) -> None:
     found = checks(gpu_environment, "compiled")
-    assert len(found) == 5 and all(one["compiled"] and one["precision"] == "bf16" for one in found)
+    assert len(found) == 7 and all(one["compiled"] and one["precision"] == "bf16" for one in found)
     assert failed(found) == []
 
 
