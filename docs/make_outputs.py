@@ -175,7 +175,7 @@ def _output(command: str) -> Iterator[str]:
     """The lines that a command prints in a folder that has the examples, as on a terminal without colors."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "examples").symlink_to(ROOT / "examples")
-        words = [sys.executable, "-m", *shlex.split(command)]
+        words = [sys.executable, "-m", *shlex.split(command.replace("\\\n", " "))]
         with subprocess.Popen(
             words, cwd=folder, env=_environment(folder), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         ) as process:

@@ -32,6 +32,11 @@ PAGES = [README, *sorted((ROOT / "docs").rglob("*.md"))]
 COMMAND = re.compile(r"^(?:    )?(?:\$ )?phalanx (?:train|verify|plan|rehearse|simulate) (examples/\S+\.toml)(.*)$", re.M)
 
 
+def read(page: Path) -> str:
+    """A page with each command on one line."""
+    return page.read_text().replace("\\\n", " ")
+
+
 def name_of(page: Path) -> str:
     return str(page.relative_to(ROOT))
 
@@ -84,7 +89,7 @@ def test_the_table_of_commands_has_every_command() -> None:
 @pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=name_of)
 def test_every_command_that_a_page_names_exists(page: Path) -> None:
     """Also in running text: the verb, and each of its options."""
-    text = page.read_text()
+    text = read(page)
     code = re.findall(r"^(?: {4}|\$ )?(phalanx .*)$|`(phalanx [^`]*)`", text, re.M)
     for command in (first or second for first, second in code):
         if command == "phalanx quickstart node 2":
@@ -140,7 +145,7 @@ def test_every_link_of_a_page_leads_somewhere(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_the_settings_of_every_command_are_legal_unless_the_page_says_otherwise(page: Path) -> None:
-    text = page.read_text()
+    text = read(page)
     for found in COMMAND.finditer(text):
         words = found[2].partition("#")[0]
         for planted in re.findall(r'--chaos "([^"]+)"', words):
@@ -218,3 +223,15 @@ def test_blocks_have_several_commands_of_several_lines() -> None:
         ("phalanx train \\\n    x.toml", ["step 1", "…"]),
     ]
     assert "".join(shown.text() for shown in found) == block
+
+
+def test_a_command_that_does_not_exist_is_found() -> None:
+    for line, unknown in (
+        ("train run.toml --dry-run train.steps=1", []),
+        ("bench --minutes 1", []),
+        ("bench step --model tiny-dense", []),
+        ("trian run.toml", ["trian"]),
+        ("checkpoint lst runs/a", ["lst"]),
+        ("train run.toml --dryrun", ["--dryrun"]),
+    ):
+        assert _unknown(VERBS, line.split()) == unknown, line
