@@ -1,5 +1,5 @@
 """What the site needs besides the pages: links to files of the repository, which the site does not have, become their names. Pages without sections give
-the place of their table of contents to what their commands print."""
+the place of their table of contents to what their commands print. Whole commands in tables may be broken, unlike names."""
 
 from __future__ import annotations
 
@@ -21,3 +21,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         return link[1] if link[1].startswith("`") else f"`{link[1]}`"
 
     return _LINK.sub(named, markdown)
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    return re.sub(r"<td><code>(?=(?:phalanx|torchrun) )", '<td><code class="command">', html)
