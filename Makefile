@@ -8,7 +8,7 @@ RUN := runs/quickstart-$(shell date +%Y%m%d-%H%M%S)
 # Tests start hundreds of processes: what they import is compiled once, not by each of them.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup quickstart test test-slow test-clusters test-soak lint types contracts tests bench planner-accuracy planner-fit docs readme site clean
+.PHONY: setup quickstart test test-slow test-clusters test-soak lint types contracts tests bench planner-accuracy planner-fit docs outputs site clean
 
 setup: $(STAMP)
 
@@ -71,16 +71,17 @@ planner-accuracy: setup
 planner-fit: setup
 	$(BIN)/python benchmarks/planner_fit.py
 
-# Pages that are made from the code: the reference of the run file, the messages, published runs.
+# Pages that are made from the code: the reference of the run file, the messages, published runs; the picture of the README.
 docs: setup
 	$(BIN)/python docs/make_run_file.py
 	$(BIN)/python docs/make_protocol.py
 	$(BIN)/python docs/make_history.py
 	$(BIN)/python docs/make_cli.py
+	$(BIN)/python docs/make_pictures.py
 
-# The outputs that the README shows, where they are no longer what its commands print.
-readme: setup
-	$(BIN)/python docs/make_readme.py
+# The outputs that the README and the documentation show, where they are no longer what the commands print; `PAGE=FILE`: of one page.
+outputs: setup
+	$(BIN)/python docs/make_outputs.py $(PAGE)
 
 # The documentation as a site with search, in site/. A warning, such as a link that leads nowhere, is an error.
 site: setup

@@ -16,8 +16,55 @@ from phalanx.cli.main import app
 FILE = Path(__file__).with_name("cli.md")
 _HEAD = """# Commands
 
-`phalanx VERB --help` prints the same. Exit codes: 0 success; 1 a run or a proof failed; 2 refused before anything started; 75 stopped on request, saved, can be
-resumed; 130 stopped on request, not saved.
+Each command does one thing to a run file, a run directory or a checkpoint. The sections below list every argument and option, as `phalanx VERB --help` does.
+
+| command | what it does |
+|---|---|
+| `phalanx train RUN.toml [key=value …]` | Train and recover from failures; the same command resumes after a stop ([more](resilience.md)), `--change` with other settings ([more](run-directory.md#change-a-run)). `--on ssh`, `--on slurm`, `--on ray` and `--on kubernetes` start it on several machines ([ssh](ssh.md), [Slurm](slurm.md), [Ray](ray.md), [Kubernetes](kubernetes.md)). |
+| `phalanx train RUN.toml --sweep KEY=A,B` | Train a small grid of settings, one after the other or with `--parallel N` side by side ([more](several-runs.md)). |
+| `phalanx lr-find RUN.toml` | Suggest a learning rate, from the loss while it grows ([more](several-runs.md#find-a-learning-rate)). |
+| `phalanx runs [FOLDER]` | List runs with state, step, loss and speed ([more](several-runs.md#list-runs)). |
+| `phalanx status RUN_DIR` | Is it running, how far is it, what has failed; from any host that sees the directory. |
+| `phalanx logs RUN_DIR [--rank 3] [--grep TEXT] [--follow]` | What ranks and nodes have written, in the order of time; failures first. |
+| `phalanx stop RUN_DIR` | Save and end a run; `phalanx train` resumes it. |
+| `phalanx launch -- PROGRAM …` | Run any program (DDP, DeepSpeed, Megatron, JAX) on many ranks, with the same launchers, restarts, spares and logs ([more](launch.md)). |
+| `phalanx node RUN_DIR` | One host of a run on several, started once on each by srun, torchrun or anything else ([more](slurm.md)). |
+| `phalanx init [RUN.toml]` | Write a run file: asks, or takes `--goal`, `--data`, `--model`, `--steps`; `--example NAME` copies an example. |
+| `phalanx plan RUN.toml [key=value …]` | Find the best layout on the run's cluster; `--solve`, `--compare RUN_DIR` ([more](planning.md)). |
+| `phalanx rehearse RUN.toml --rank R` | Run the program of any rank of any cluster on fake tensors: memory, messages, errors ([more](rehearse.md)). |
+| `phalanx simulate RUN.toml --days 54` | Simulate the whole run with its cluster's failures: goodput, finish, spares; `--step`: one step ([more](simulate.md)). |
+| `phalanx verify RUN.toml [key=value …]` | Prove on CPU ranks, or with `--device cuda` on as few as one GPU, that the layout equals one device; `--layouts all`, `--chaos` ([more](verify.md)). |
+| `phalanx bench` | Measure this machine for later plans ([more](planning.md)). |
+| `phalanx bench step [RUN.toml] [--model PRESET]` | Measure the training step next to transformers, torchtitan and a hand-written loop ([more](performance.md)). |
+| `phalanx schedule NAME` | Print, draw (`--png`) or write (`--csv`) a pipeline schedule ([more](parallelism.md)). |
+| `phalanx generate RUN_DIR "def "` | Sample from the newest checkpoint, or from a given one; `--chat`: answer a message ([more](chat.md)). |
+| `phalanx chat RUN_DIR` | Talk to a model through its chat template ([more](chat.md)). |
+| `phalanx eval RUN_DIR` | Loss and perplexity per source, or multiple-choice accuracy ([more](evaluation.md)). |
+| `phalanx import HF_DIR OUT` | Turn a Hugging Face folder into a run directory ([more](hugging-face.md)). |
+| `phalanx export RUN_DIR HF_DIR` | Write a checkpoint as a folder that transformers loads, or its LoRA adapters for PEFT ([more](fine-tune.md)). |
+| `phalanx checkpoint list RUN_DIR` | List checkpoints: step, size, time, layout, damage ([more](checkpoints.md)). |
+| `phalanx checkpoint inspect CKPT` | Show what a checkpoint holds; `--layout tensor=2,pipeline=2`: what another layout would read. |
+| `phalanx checkpoint verify PATH` | Compare every byte with its checksum. |
+| `phalanx checkpoint diff A B` | Compare two checkpoints by parameter and optimizer state, whatever their layouts. |
+| `phalanx checkpoint reshard A LAYOUT OUT` | Write a checkpoint as another layout would have saved it (checkpoint resharding). |
+| `phalanx checkpoint export CKPT OUT` | Write a Hugging Face folder, plain safetensors, or one file for torch.load. |
+| `phalanx checkpoint import HF_DIR OUT` | The same as `phalanx import`. |
+| `phalanx checkpoint prune RUN_DIR` | Remove older checkpoints, never the newest valid one. |
+| `phalanx tokenize SRC... OUT` | Write [token files](token-files.md) on all cores; continues where it was killed. |
+| `phalanx tokenizer train SRC... OUT` | Train a BPE tokenizer on one's own text ([more](data.md#a-tokenizer-of-ones-own)). |
+| `phalanx data inspect WHAT` | Documents, lengths, duplicates and a sample of any source. |
+| `phalanx data preview RUN.toml --step 120` | Show what the model reads at a step, with document boundaries and masks. |
+| `phalanx models` | List the presets with parameters, FLOPs and memory. |
+| `phalanx clusters` | List the clusters, GPUs, nodes, links and failure rates to plan for; `show NAME --toml` prints one as a file for a cluster of your own ([more](catalogue.md)). |
+| `phalanx doctor` | Show what this machine has and what would stop a run. |
+| `phalanx completion SHELL` | Print the completion of bash, zsh or fish. |
+| `phalanx schema` | Print the JSON schema of the run file. |
+| `torchrun --standalone --nproc-per-node 2 -m phalanx train RUN.toml` | Train in processes that torchrun starts. |
+
+With `--json` standard output holds one JSON object and nothing else; the text for people goes to standard error. [run-directory.md](run-directory.md) describes what a
+run leaves behind.
+
+Exit codes: 0 success; 1 a run or a proof failed; 2 refused before anything started; 75 stopped on request, saved, can be resumed; 130 stopped on request, not saved.
 
 """
 
