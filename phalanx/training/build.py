@@ -80,9 +80,15 @@ class TrainState:
         if model is None:
             return {}
         params, mesh = [param for param in model.owned if param.shard.frozen], model.mesh
-        return {
-            f"model/{param.name}": state_tensor(param.value.detach(), param.shard, mesh) for param in params
-        } | self._buffers(model)
+        states: dict[str, StateTensor] = {}
+        for param in params:
+            stored = model.quantized.get(param.name)
+            states[f"model/{param.name}"] = (
+                state_tensor(param.value.detach(), param.shard, mesh)
+                if stored is None
+                else StateTensor(stored, stored.slice, replica_group(mesh, param.shard.split, counted=param.shard.counted))
+            )
+        return states | self._buffers(model)
 
     def _buffers(self, model: ShardedModel) -> dict[str, StateTensor]:
         replicas = replica_group(model.mesh)

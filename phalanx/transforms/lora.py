@@ -105,9 +105,10 @@ def _is_layer(path: str, module: nn.Module, axes: Axes) -> bool:
 
 
 def _stacked(path: str, module: nn.Module, axes: Axes) -> list[str]:
-    """The parameters of a module that hold a matrix of each expert."""
+    """The parameters of a module that hold a matrix of each expert, without adapters."""
     parameters = [leaf for leaf, parameter in module.named_parameters(recurse=False) if parameter.ndim == 3]
-    return [leaf for leaf in parameters if _match(f"{path}.{leaf}", axes)[1][:1] == ("expert",)]
+    matrices = [leaf for leaf in parameters if not leaf.endswith((A, B))]
+    return [leaf for leaf in matrices if _match(f"{path}.{leaf}", axes)[1][:1] == ("expert",)]
 
 
 def _match(name: str, axes: Axes) -> tuple[str, tuple[str, ...]]:
