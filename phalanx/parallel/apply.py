@@ -53,6 +53,9 @@ def apply(parts: list[nn.Module], run: Run, plan: Plan, mesh: Mesh, recipe: Reci
         applied["tensor"] = tensor.applied(parts, shards)
     shards = expert.split(parts, shards, recipe.axes, mesh)
     applied["expert"] = expert.applied(parts, shards, recipe.axes)
+    if adapters is not None and adapters.dropout is not None:
+        adapters.dropout.slices = mesh.coordinate("tensor"), layout.tensor
+        adapters.place_dropout(parts, {name: shard.slice for name, shard in shards.items()}, mesh.device)
     if layout.context > 1:
         applied["context"] = context_parallel.swap(parts, mesh, layout.context_method)
     quantized: dict[str, QuantizedTensor] = {}

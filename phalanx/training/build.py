@@ -120,13 +120,15 @@ class TrainState:
         """This rank's executor of the schedule; all ranks make theirs at the same time. `model`: other than the trained one."""
         if self.schedule is None:
             return None
-        mesh = self.sharded.mesh
+        mesh, adapters = self.sharded.mesh, self.sharded.adapters
+        # Of a forward and a recomputed one that take turns, each would find the masks of the other.
+        draws_masks = adapters is not None and adapters.dropout is not None
         return Pipeline(
             (model or self.sharded).parts,
             self.schedule,
             mesh,
             halves=run.memory.recompute != "selective",
-            overlaps=mesh.size("expert") * mesh.size("expert_tensor") > 1,
+            overlaps=mesh.size("expert") * mesh.size("expert_tensor") > 1 and not draws_masks,
         )
 
 

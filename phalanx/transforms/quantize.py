@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake
 
 from phalanx.spec.tensor_slice import TensorSlice
-from phalanx.transforms.lora import Axes, layers
+from phalanx.transforms.lora import Axes, compute_dtype, layers
 
 Format = Literal["int8", "nf4"]
 
@@ -109,7 +109,7 @@ def unpack(stored: Tensor, how: Packing, pairs: Tensor, dtype: torch.dtype) -> T
         return (data[..., : how.columns].view(torch.int8) * scales).to(dtype)
     # Not F.embedding: a compiler would keep its result for the backward.
     values = pairs[data[..., : how.code_bytes].int()].view(*scales.shape, BLOCK)
-    rows = (values * scales[..., None]).to(dtype).flatten(-2)
+    rows = values.mul_(scales[..., None]).to(dtype).flatten(-2)
     return rows[..., how.skip : how.skip + how.columns]
 
 
@@ -143,12 +143,6 @@ class QuantizedLinear(nn.Linear):
         dtype = compute_dtype(x)
         y: Tensor = _Product.apply(x.to(dtype).flatten(0, -2), self.weight, self.pairs, self.packing)
         return y.unflatten(0, x.shape[:-1])
-
-
-def compute_dtype(x: Tensor) -> torch.dtype:
-    """The dtype of a matrix product under autocast."""
-    kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
 @dataclass(slots=True)
