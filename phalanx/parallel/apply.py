@@ -19,6 +19,7 @@ from phalanx.parallel.data_parallel import Sharding
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.pipeline.executor import tied_group
 from phalanx.parallel.sharded_model import Engine, Fill, ParamShard, Recipe, ShardedModel
+from phalanx.schedules.actions import Schedule
 from phalanx.spec.errors import RunError
 from phalanx.spec.plan import Plan
 from phalanx.spec.run import Run
@@ -83,19 +84,23 @@ def apply(parts: list[nn.Module], run: Run, plan: Plan, mesh: Mesh, recipe: Reci
     )
     placed.adapters, placed.quantized = adapters, quantized
     if recipe.schedule is not None:
-        whole = recipe.schedule.splits_backward and run.memory.recompute == "selective"
-        note = "; backwards are not split, because of selective recomputation" if whole else ""
-        numbers = recipe.schedule.stages_of(mesh.coordinate("pipeline"))
-        blocks = ["+".join(part.get_submodule("blocks")._modules) for part in parts]
-        stages = ", ".join(f"stage {number}: blocks {held}" for number, held in zip(numbers, blocks, strict=True))
-        many = f"{recipe.schedule.stages} stages on {recipe.schedule.ranks} ranks"
-        applied["pipeline"] = f"{recipe.schedule.name}, {many}; {stages}{note}"
+        applied["pipeline"] = _pipelined(parts, recipe.schedule, run, mesh)
         if recipe.tied is not None and (ends := tied_group(mesh, recipe.schedule)) is not None:
             placed.tied[recipe.tied] = ends
     if placed.graphed:
         applied["cuda_graphs"] = "forward and backward of a micro-batch are replayed"
     placed.applied = {technique: words for technique, words in applied.items() if words is not None}
     return placed
+
+
+def _pipelined(parts: list[nn.Module], schedule: Schedule, run: Run, mesh: Mesh) -> str:
+    """What this rank has of a pipeline."""
+    whole = schedule.splits_backward and run.memory.recompute == "selective"
+    note = "; backwards are not split, because of selective recomputation" if whole else ""
+    numbers = schedule.stages_of(mesh.coordinate("pipeline"))
+    blocks = ["+".join(part.get_submodule("blocks")._modules) for part in parts]
+    stages = ", ".join(f"stage {number}: blocks {held}" for number, held in zip(numbers, blocks, strict=True))
+    return f"{schedule.name}, {schedule.stages} stages on {schedule.ranks} ranks; {stages}{note}"
 
 
 def _quantize(

@@ -76,7 +76,9 @@ def adapted_layers(spec: ModelSpec, lora: Lora) -> Shapes:
 
 def copies_experts(spec: ModelSpec, lora: Lora) -> bool:
     """Whether each forward computes the matrices of routed experts: they are quantized, or adapters are added to them."""
-    return spec.moe is not None and (lora.base is not None or any(len(shape) == 3 for shape in adapted_layers(spec, lora).values()))
+    return spec.moe is not None and (
+        lora.base is not None or any(len(shape) == 3 for shape in adapted_layers(spec, lora).values())
+    )
 
 
 def adapter_parameters(spec: ModelSpec, lora: Lora) -> int:

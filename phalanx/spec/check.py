@@ -480,7 +480,11 @@ def _dropout(run: Run) -> Iterator[str]:
         yield "$lora.dropout draws another mask in every step, which $memory.cuda_graphs would replay: remove one of the two."
     adapted = adapted_layers(run.model, run.lora) if run.model.module is None else {}
     for name in [name for name, shape in adapted.items() if len(shape) == 3 or name.startswith("mtp.")][:1]:
-        why = "added to its matrices before the product" if "experts" in name else "of multi-token prediction, which reads shifted positions"
+        why = (
+            "added to its matrices before the product"
+            if "experts" in name
+            else "of multi-token prediction, which reads shifted positions"
+        )
         yield f"$lora.dropout masks the input of an adapter, but that of {name} is {why}: set lora.dropout = 0, or leave it out of $(lora.targets)lora.targets."
 
 

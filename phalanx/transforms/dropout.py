@@ -86,15 +86,15 @@ class DroppedProduct(torch.autograd.Function):
     """dropped(x) · Aᵀ. Layers that read the same input store it once, and not each its masked copy."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, a: Tensor, keys_BS: Tensor, layer: Tensor, first: int, rate: float) -> Tensor:
-        ctx.first, ctx.rate = first, rate
+    def forward(ctx: Any, x: Tensor, a: Tensor, keys_BS: Tensor, layer: Tensor, how: tuple[int, float]) -> Tensor:
+        """`how`: this rank's first channel, and the rate."""
+        ctx.how = how
         ctx.save_for_backward(x, a, keys_BS, layer)
-        return dropped(x, keys_BS, layer, first, rate) @ a.t()
+        return dropped(x, keys_BS, layer, *how) @ a.t()
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         x, a, keys_BS, layer = ctx.saved_tensors
-        mask = keys_BS, layer, ctx.first, ctx.rate
         gradient = gradients[0]
-        a_gradient = gradient.flatten(0, -2).t() @ dropped(x, *mask).flatten(0, -2)
-        return dropped(gradient @ a, *mask), a_gradient, None, None, None, None
+        a_gradient = gradient.flatten(0, -2).t() @ dropped(x, keys_BS, layer, *ctx.how).flatten(0, -2)
+        return dropped(gradient @ a, keys_BS, layer, *ctx.how), a_gradient, None, None, None

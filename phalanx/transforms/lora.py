@@ -58,9 +58,9 @@ class Adapters:
         """Tell the layers of their masks. `slices`: what this rank has of each parameter."""
         for path, module in ((path, module) for part in parts for path, module in part.named_modules()):
             if f"{path}.{A}" in self.names:
-                module.lora_dropout = self.dropout  # type: ignore[assignment]
+                module.lora_dropout = self.dropout
                 module.lora_key = layer_key(path, device)
-                module.lora_first = slices[f"{path}.{A}"].offset[-1]  # type: ignore[assignment]
+                module.lora_first = slices[f"{path}.{A}"].offset[-1]
 
     def applied(self, parts: Sequence[nn.Module]) -> str:
         """What was done, read from the parameters."""
@@ -175,7 +175,7 @@ class AddAdapter:
         else:
             dtype = compute_dtype(x)
             a: Any = module.lora_a
-            low = DroppedProduct.apply(x.to(dtype), a.to(dtype), keys, module.lora_key, module.lora_first, dropout.rate)
+            low = DroppedProduct.apply(x.to(dtype), a.to(dtype), keys, module.lora_key, (module.lora_first, dropout.rate))
         return y + self.adapters.scale * F.linear(low, module.lora_b)  # type: ignore[arg-type]
 
 

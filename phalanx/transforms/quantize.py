@@ -197,7 +197,12 @@ class QuantizedTensor:
 
 
 def apply(
-    parts: Sequence[nn.Module], slices: Mapping[str, TensorSlice], format: Format, axes: Axes, dtype: torch.dtype, device: torch.device
+    parts: Sequence[nn.Module],
+    slices: Mapping[str, TensorSlice],
+    format: Format,
+    axes: Axes,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> dict[str, QuantizedTensor]:
     """Make the linear layers and the experts of all blocks hold their matrices quantized; returns these by parameter name.
 
@@ -230,7 +235,9 @@ def quantized_matrices(model: nn.Module, axes: Axes) -> dict[str, bool]:
     stays as it is."""
     known = {layer: is_stacked for layer, is_stacked in layers(model, axes).items() if layer.startswith("blocks.")}
     stacked = {layer: True for layer, is_stacked in known.items() if is_stacked}
-    linear = [layer for layer in known if layer not in stacked and type(model.get_submodule(layer)) in (nn.Linear, QuantizedLinear)]
+    linear = [
+        layer for layer in known if layer not in stacked and type(model.get_submodule(layer)) in (nn.Linear, QuantizedLinear)
+    ]
     return {f"{layer}.weight": False for layer in linear} | stacked
 
 

@@ -99,7 +99,7 @@ class _Recompute:
     ):
         self._work: Any = block.work
         self._counters, self._replay = counters, replay
-        self._masks, self._keys = masks, masks and masks.keys
+        self._masks, self._keys = masks, None if masks is None else masks.keys
         self._same_masks: AbstractContextManager[None] = nullcontext()
 
     def __enter__(self) -> None:
