@@ -143,6 +143,7 @@ def _head(report: PlanReport) -> Text:
     run, hardware = report.run, report.hardware
     parameters, active = run.model.parameters(), run.model.active_parameters()
     adapters = "" if run.lora.rank is None else f" and {count(trained_parameters(run.model, run.lora))} of LoRA adapters"
+    adapters += "" if run.lora.base is None else f" on weights in {run.lora.base}"
     nodes = f" in {hardware.nodes:,} nodes" if hardware.nodes > 1 else ""
     step = f"{run.batch:,} sequences of {run.train.sequence_length:,} tokens a step"
     return Text.assemble(

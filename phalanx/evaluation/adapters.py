@@ -17,11 +17,13 @@ from phalanx.checkpointing.find_checkpoint import FoundCheckpoint, find
 from phalanx.checkpointing.hf_folder import WeightsFolder
 from phalanx.checkpointing.restore import CheckpointReader
 from phalanx.models import hf_mapping, init
+from phalanx.models.custom import axes
 from phalanx.spec import hf_config
 from phalanx.spec.adapted_layers import A, B
 from phalanx.spec.origin import origin_folder
 from phalanx.spec.run import Run
 from phalanx.spec.tensor_slice import Box, TensorSlice
+from phalanx.transforms.quantize import quantized_matrices, rounded
 
 _BLOCK = 64 << 20
 """Bytes to read at a time."""
@@ -63,12 +65,13 @@ def adapter_of(name: str) -> tuple[str, str]:
 
 
 class MergedWeights:
-    """The model of a checkpoint of adapters. Values are in fp32, to be converted to `dtype`: that of the weights below."""
+    """The model of a checkpoint of adapters. With `lora.base`, adapters are added to the quantized weights that they were trained on. Values are in fp32, to be converted to `dtype`: that of the weights below."""
 
     def __init__(self, saved: CheckpointReader, found: FoundCheckpoint, run: Run):
-        self._saved, self._scale = saved, run.lora.scale
+        self._saved, self._scale, self._format = saved, run.lora.scale, run.lora.base
         model = init.build(run.model)
         self._shapes = {f"model/{name}": tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+        self._quantized = {f"model/{name}" for name in quantized_matrices(model, axes(run.model.module))}
         self._initial, self._seed, self._spec = init.table(model), run.train.seed, run.model
         source, self._base = checked_base(found), None
         if source is not None:
@@ -91,6 +94,8 @@ class MergedWeights:
         """Rows first … last with the adapter added."""
         end = self._shapes[name][0] if last is None else last
         rows = self._frozen(name, first, end).float()
+        if self._format is not None and name in self._quantized:
+            rows = rounded(rows, self._format)  # what the adapters were trained on
         a, b = adapter_of(name)
         if self._saved.shape(a) is None:
             return rows

@@ -6,10 +6,11 @@ allocates its own part. Nothing falls back: unsupported layouts are refused when
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from phalanx import accelerator
 from phalanx.parallel import data_parallel, expert, tensor, vocab_parallel
@@ -17,11 +18,14 @@ from phalanx.parallel.context import context_parallel
 from phalanx.parallel.data_parallel import Sharding
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.pipeline.executor import tied_group
-from phalanx.parallel.sharded_model import Engine, ParamShard, Recipe, ShardedModel
+from phalanx.parallel.sharded_model import Engine, Fill, ParamShard, Recipe, ShardedModel
+from phalanx.schedules.actions import Schedule
 from phalanx.spec.errors import RunError
 from phalanx.spec.plan import Plan
 from phalanx.spec.run import Run
-from phalanx.transforms import activations, compile, fp8, lora, recompute
+from phalanx.spec.tensor_slice import TensorSlice
+from phalanx.transforms import activations, compile, fp8, lora, quantize, recompute
+from phalanx.transforms.quantize import QuantizedTensor
 
 _ENOUGH_FLOPS = 4e12
 """Of one micro-batch in blocks that are compiled as one function, with their backward: some milliseconds, in which the host launches the next."""
@@ -50,8 +54,16 @@ def apply(parts: list[nn.Module], run: Run, plan: Plan, mesh: Mesh, recipe: Reci
         applied["tensor"] = tensor.applied(parts, shards)
     shards = expert.split(parts, shards, recipe.axes, mesh)
     applied["expert"] = expert.applied(parts, shards, recipe.axes)
+    if adapters is not None and adapters.dropout is not None:
+        adapters.dropout.slices = mesh.coordinate("tensor"), layout.tensor
+        adapters.place_dropout(parts, {name: shard.slice for name, shard in shards.items()}, mesh.device)
     if layout.context > 1:
         applied["context"] = context_parallel.swap(parts, mesh, layout.context_method)
+    quantized: dict[str, QuantizedTensor] = {}
+    if run.lora.base is not None:
+        quantized, shards = _quantize(parts, shards, run.lora.base, plan, mesh, recipe)
+        recipe = replace(recipe, fill=_filler(recipe, quantized))
+        applied["base"] = quantize.applied(parts, quantized, run.lora.base)
     columns = mesh.group("tensor", use="tensor")
     chunk = None if run.train.objective == "dpo" else run.memory.loss_chunk or None
     loss = vocab_parallel.swap(parts, columns, chunk=chunk, sequence=layout.sequence, loss=recipe.loss)
@@ -70,21 +82,51 @@ def apply(parts: list[nn.Module], run: Run, plan: Plan, mesh: Mesh, recipe: Reci
         is_local_sgd=run.optimizer.sync_every > 1,
         graphed=_graphed(run, plan, mesh),
     )
-    placed.adapters = adapters
+    placed.adapters, placed.quantized = adapters, quantized
     if recipe.schedule is not None:
-        whole = recipe.schedule.splits_backward and run.memory.recompute == "selective"
-        note = "; backwards are not split, because of selective recomputation" if whole else ""
-        numbers = recipe.schedule.stages_of(mesh.coordinate("pipeline"))
-        blocks = ["+".join(part.get_submodule("blocks")._modules) for part in parts]
-        stages = ", ".join(f"stage {number}: blocks {held}" for number, held in zip(numbers, blocks, strict=True))
-        many = f"{recipe.schedule.stages} stages on {recipe.schedule.ranks} ranks"
-        applied["pipeline"] = f"{recipe.schedule.name}, {many}; {stages}{note}"
+        applied["pipeline"] = _pipelined(parts, recipe.schedule, run, mesh)
         if recipe.tied is not None and (ends := tied_group(mesh, recipe.schedule)) is not None:
             placed.tied[recipe.tied] = ends
     if placed.graphed:
         applied["cuda_graphs"] = "forward and backward of a micro-batch are replayed"
     placed.applied = {technique: words for technique, words in applied.items() if words is not None}
     return placed
+
+
+def _pipelined(parts: list[nn.Module], schedule: Schedule, run: Run, mesh: Mesh) -> str:
+    """What this rank has of a pipeline."""
+    whole = schedule.splits_backward and run.memory.recompute == "selective"
+    note = "; backwards are not split, because of selective recomputation" if whole else ""
+    numbers = schedule.stages_of(mesh.coordinate("pipeline"))
+    blocks = ["+".join(part.get_submodule("blocks")._modules) for part in parts]
+    stages = ", ".join(f"stage {number}: blocks {held}" for number, held in zip(numbers, blocks, strict=True))
+    return f"{schedule.name}, {schedule.stages} stages on {schedule.ranks} ranks; {stages}{note}"
+
+
+def _quantize(
+    parts: list[nn.Module], shards: dict[str, ParamShard], base: quantize.Format, plan: Plan, mesh: Mesh, recipe: Recipe
+) -> tuple[dict[str, QuantizedTensor], dict[str, ParamShard]]:
+    """Quantize the frozen matrices. The shards of their parameters become those of what is stored, whose rows are divided further."""
+    slices = {name: shard.slice for name, shard in shards.items()}
+    bits = torch.float16 if plan.compute == "fp16" else torch.bfloat16
+    quantized = quantize.apply(parts, slices, base, recipe.axes, bits, mesh.device)
+    stored = {name: parameter for part in parts for name, parameter in part.named_parameters() if name in quantized}
+    return quantized, shards | {
+        name: replace(shards[name], slice=TensorSlice.full(parameter.shape)) for name, parameter in stored.items()
+    }
+
+
+def _filler(recipe: Recipe, quantized: Mapping[str, QuantizedTensor]) -> Fill:
+    """Writes initial values: those of a quantized matrix into what is stored of it."""
+
+    def fill(name: str, tensor: Tensor, shard: ParamShard) -> None:
+        if (matrix := quantized.get(name)) is None:
+            recipe.fill(name, tensor, shard)
+        else:
+            matrix.bind(tensor, shard.slice)
+            matrix.fill(lambda values, part: recipe.fill(name, values, replace(shard, slice=part)))
+
+    return fill
 
 
 def transform(parts: list[nn.Module], run: Run, plan: Plan, mesh: Mesh) -> dict[str, str | None]:

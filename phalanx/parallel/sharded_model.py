@@ -18,6 +18,7 @@ from phalanx.parallel.mesh import AXES, Mesh
 from phalanx.schedules.actions import Schedule
 from phalanx.spec.tensor_slice import TensorSlice
 from phalanx.transforms.lora import Adapters
+from phalanx.transforms.quantize import QuantizedTensor
 
 Axes = Mapping[str, tuple[str, ...]]
 """Parameter-name pattern to the names of its dimensions; the first that matches counts."""
@@ -113,6 +114,8 @@ class Engine(Protocol):
         return []
 
 
+Fill = Callable[[str, Tensor, ParamShard], None]
+"""Writes the initial values of a parameter's shard into a tensor."""
 Loss = Callable[[Any, Tensor], Tensor]
 """Sum of the losses of all targets, from what the model returned."""
 
@@ -122,8 +125,7 @@ class Recipe:
     """What `parallel/apply` has to know about a model; the model's own room provides it."""
 
     axes: Axes
-    fill: Callable[[str, Tensor, ParamShard], None]
-    """Writes the initial values of a parameter's shard into a tensor."""
+    fill: Fill
     reset_buffers: Callable[[nn.Module], None]
     loss: Loss
     """Sum of the losses from whole logits."""
@@ -150,6 +152,8 @@ class ShardedModel:
     """Parameters of which two stages hold a copy, and the ranks that do."""
     adapters: Adapters | None = None
     """Of LoRA."""
+    quantized: dict[str, QuantizedTensor] = field(default_factory=dict)
+    """Frozen matrices below the adapters that are stored in 8 or 4 bits, by parameter name."""
     is_local_sgd: bool = False
     """Whether replicas take steps of their own and synchronize every few steps (DiLoCo)."""
     graphed: bool = False

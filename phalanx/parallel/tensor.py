@@ -23,6 +23,7 @@ from phalanx.parallel.sharded_model import Axes, ParamShard, dim_names, replace_
 from phalanx.spec.errors import RunError
 from phalanx.spec.model import ModelSpec
 from phalanx.transforms.fp8 import product_of
+from phalanx.transforms.quantize import QuantizedLinear
 
 
 @dataclass(frozen=True, eq=False)
@@ -281,7 +282,7 @@ def _install(table: _Table, shards: Mapping[str, ParamShard], group: Group, done
 
 def _product(module: nn.Linear, x: Tensor) -> Tensor:
     """Forward of a linear layer whose bias `ReduceFromTP` adds. It reads the weight at each call, because sharding replaces it."""
-    return product_of(module)(x, module.weight, None)
+    return module.product(x) if isinstance(module, QuantizedLinear) else product_of(module)(x, module.weight, None)
 
 
 def _within(name: str, owners: list[str]) -> bool:

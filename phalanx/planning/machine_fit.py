@@ -14,6 +14,7 @@ from phalanx.planning.request import PlanRequest, devices_of, gib
 from phalanx.planning.search.candidate import Candidate
 from phalanx.planning.search.search import SAFE, find, judge
 from phalanx.planning.search.space import largest_divisor
+from phalanx.spec.adapted_layers import STORED_BYTES
 from phalanx.spec.errors import RunError
 from phalanx.spec.layout import Layout
 from phalanx.spec.plan import Machine, Plan, Promise
@@ -91,7 +92,10 @@ def module_bytes(run: Run, plan: Plan) -> float:
     offloaded = run.memory.offloads and not (plan.device == "cpu" and run.memory.offload == "cpu")
     each, states = _parameter_bytes(layout, half=plan.compute != "fp32", offloaded=offloaded), 0.0
     if plan.trained is not None:  # LoRA: the module itself has no gradients
-        states = parameters * (4 if plan.compute == "fp32" else 2) / (layout.shard if layout.zero == 3 else 1)
+        value = 4 if plan.compute == "fp32" else 2
+        tables = min(parameters, 2 * run.model.rows * run.model.dim / layout.tensor)
+        stored = value if run.lora.base is None else STORED_BYTES[run.lora.base]
+        states = ((parameters - tables) * stored + tables * value) / (layout.shard if layout.zero == 3 else 1)
         parameters = plan.trained / layout.pipeline
     states += parameters * each
     kept = {"selective": 0.5, "full": 0.25}.get(run.memory.recompute, 1.0) / (layout.context * layout.tensor)

@@ -227,7 +227,10 @@ class Program:
         pairs = None
         if self.run.train.objective == "dpo":  # a pair in each window
             pairs = Pairs(torch.empty(own, dtype=torch.int64), torch.empty(own[0], 1), own[0] / self.plan.layout.context)
-        return MicroBatch(tokens, targets, positions, documents, counted=own[0] * own[1], digest=0, spans=spans, pairs=pairs)
+        keys = torch.empty(own, dtype=torch.int32) if self.run.lora.dropout else None
+        return MicroBatch(
+            tokens, targets, positions, documents, counted=own[0] * own[1], digest=0, spans=spans, pairs=pairs, mask_keys=keys
+        )
 
     def _observe(self) -> None:
         """Let the parts of a step tell the tracker when they begin."""

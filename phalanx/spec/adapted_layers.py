@@ -14,6 +14,10 @@ A, B = "lora_a", "lora_b"
 """Names of an adapter's two matrices: attributes of their linear layer."""
 
 
+STORED_BYTES = {"int8": 1.0, "nf4": 0.5 + 4 / 64}
+"""Bytes of an element of a quantized matrix, with its part of the scales; those of int8 are negligible."""
+
+
 def is_target(layer: str, targets: tuple[str, ...], *, stacked: bool = False) -> bool:
     """Whether a layer gets an adapter. `stacked`: it is a parameter of stacked experts, which only a target's name includes."""
     if not targets:
@@ -68,6 +72,13 @@ def adapted_layers(spec: ModelSpec, lora: Lora) -> Shapes:
         return {}
     layers = linear_layers(spec)
     return {name: shape for name, shape in layers.items() if is_target(name, lora.targets, stacked=len(shape) == 3)}
+
+
+def copies_experts(spec: ModelSpec, lora: Lora) -> bool:
+    """Whether each forward computes the matrices of routed experts: they are quantized, or adapters are added to them."""
+    return spec.moe is not None and (
+        lora.base is not None or any(len(shape) == 3 for shape in adapted_layers(spec, lora).values())
+    )
 
 
 def adapter_parameters(spec: ModelSpec, lora: Lora) -> int:

@@ -451,10 +451,13 @@ def _module(run: Run) -> Iterator[str]:
 def _lora(run: Run) -> Iterator[str]:
     lora = run.lora
     if lora.rank is None:
-        for key in ("alpha", "targets"):
+        for key in ("alpha", "targets", "base", "dropout"):
             if getattr(lora, key):
                 yield f"$lora.{key} describes adapters, but $(lora.rank)lora.rank is not given: set it, such as lora.rank = 16, or remove lora.{key}."
         return
+    if lora.base is not None and run.precision.compute == "fp8":
+        yield '$lora.base gives matrices that are dequantized to 16 bits, which $precision.compute would round once more: set precision.compute = "bf16", or remove lora.base.'
+    yield from _dropout(run)
     if run.model.module is not None:  # its layers are known when it is built
         return
     layers = linear_layers(run.model)
@@ -465,6 +468,24 @@ def _lora(run: Run) -> Iterator[str]:
     smallest = min((min(shape[-2:]) for shape in adapted_layers(run.model, lora).values()), default=None)
     if smallest is not None and lora.rank > smallest:
         yield f"$lora.rank exceeds {smallest}, the smaller side of one of its matrices: an adapter would be larger than the matrix. Set it to at most {smallest}."
+
+
+def _dropout(run: Run) -> Iterator[str]:
+    """What cannot have it: a mask is a function of the sample, the position and the layer."""
+    if not run.lora.dropout:
+        return
+    if run.model.module is not None:
+        yield "$lora.dropout masks the inputs of the built-in decoder's layers, whose positions are known, but $model.module: set lora.dropout = 0."
+    if run.memory.cuda_graphs:
+        yield "$lora.dropout draws another mask in every step, which $memory.cuda_graphs would replay: remove one of the two."
+    adapted = adapted_layers(run.model, run.lora) if run.model.module is None else {}
+    for name in [name for name, shape in adapted.items() if len(shape) == 3 or name.startswith("mtp.")][:1]:
+        why = (
+            "added to its matrices before the product"
+            if "experts" in name
+            else "of multi-token prediction, which reads shifted positions"
+        )
+        yield f"$lora.dropout masks the input of an adapter, but that of {name} is {why}: set lora.dropout = 0, or leave it out of $(lora.targets)lora.targets."
 
 
 def _attention(run: Run) -> Iterator[str]:

@@ -68,6 +68,8 @@ _ALIASES = {
     "lora.rank": "r lora_r lora_rank",
     "lora.alpha": "lora_alpha",
     "lora.targets": "target_modules lora_target_modules",
+    "lora.base": "quantize_base quantization load_in_4bit load_in_8bit",
+    "lora.dropout": "lora_dropout",
     "train.objective": "loss_type",
     "data.field": "text_field text_column",
     "data.template": "chat_template",

@@ -194,6 +194,10 @@ class Lora:
     """Scale of the adapters. Default: twice the rank."""
     targets: tuple[str, ...] = ()
     """Layers that get an adapter, by name or by the end of their name, such as ["query", "value", "mlp.down"]; * stands for anything. Default: every linear layer of the blocks. Routed experts get adapters only by name, such as "experts.gate"."""
+    base: Literal["int8", "nf4"] | None = None
+    """Format in which the frozen matrices of the blocks are stored (QLoRA): "int8", a byte per parameter and a scale per row; "nf4", 4-bit NormalFloat with a scale per 64 elements. Default: that of precision.compute."""
+    dropout: float = field(default=0.0, metadata=within(0.0, 0.9999))
+    """Probability with which an element of an adapter's input is zeroed in training; the others are scaled up."""
 
     @property
     def scale(self) -> float:

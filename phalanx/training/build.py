@@ -80,9 +80,15 @@ class TrainState:
         if model is None:
             return {}
         params, mesh = [param for param in model.owned if param.shard.frozen], model.mesh
-        return {
-            f"model/{param.name}": state_tensor(param.value.detach(), param.shard, mesh) for param in params
-        } | self._buffers(model)
+        states: dict[str, StateTensor] = {}
+        for param in params:
+            stored = model.quantized.get(param.name)
+            states[f"model/{param.name}"] = (
+                state_tensor(param.value.detach(), param.shard, mesh)
+                if stored is None
+                else StateTensor(stored, stored.slice, replica_group(mesh, param.shard.split, counted=param.shard.counted))
+            )
+        return states | self._buffers(model)
 
     def _buffers(self, model: ShardedModel) -> dict[str, StateTensor]:
         replicas = replica_group(model.mesh)
@@ -114,13 +120,15 @@ class TrainState:
         """This rank's executor of the schedule; all ranks make theirs at the same time. `model`: other than the trained one."""
         if self.schedule is None:
             return None
-        mesh = self.sharded.mesh
+        mesh, adapters = self.sharded.mesh, self.sharded.adapters
+        # Of a forward and a recomputed one that take turns, each would find the masks of the other.
+        draws_masks = adapters is not None and adapters.dropout is not None
         return Pipeline(
             (model or self.sharded).parts,
             self.schedule,
             mesh,
             halves=run.memory.recompute != "selective",
-            overlaps=mesh.size("expert") * mesh.size("expert_tensor") > 1,
+            overlaps=mesh.size("expert") * mesh.size("expert_tensor") > 1 and not draws_masks,
         )
 
 

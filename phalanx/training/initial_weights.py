@@ -4,6 +4,7 @@ the model is built and before the first step."""
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 from torch import Tensor
@@ -15,8 +16,11 @@ from phalanx.checkpointing.restore import CheckpointReader
 from phalanx.checkpointing.restore import load as load_tensors
 from phalanx.checkpointing.state_tensor import StateTensor
 from phalanx.models import hf_mapping
+from phalanx.models.hf_mapping import Entry
 from phalanx.spec import hf_config
 from phalanx.spec.errors import RunError
+from phalanx.spec.tensor_slice import TensorSlice
+from phalanx.transforms.quantize import QuantizedTensor
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -27,6 +31,7 @@ def load(tensors: Mapping[str, StateTensor], shapes: Shapes, folder: Path) -> No
     Multi-token prediction modules and router biases, which serve training only, keep their initial values if the folder lacks them.
     Any other mismatch is refused by name before a value changes.
     """
+    quantized = {name: state.tensor for name, state in tensors.items() if isinstance(state.tensor, QuantizedTensor)}
     if hf_config.is_folder(folder):
         spec = hf_config.model_spec(folder)
         files = WeightsFolder(folder)
@@ -35,12 +40,26 @@ def load(tensors: Mapping[str, StateTensor], shapes: Shapes, folder: Path) -> No
         values = {name: state.tensor for name, state in tensors.items() if isinstance(state.tensor, Tensor)}
         slices = {name: state.slice for name, state in tensors.items()}
         hf_mapping.fill(values, tuple(entry for entry in table if entry.name in values), files.rows, slices)
+        entries = {entry.name: entry for entry in table}
+        for name, matrix in quantized.items():
+            matrix.fill(partial(_read_entry, entries[name], files))
         return
     checkpoint = find(folder).checkpoint
     reader = CheckpointReader(checkpoint)
     available = {name: shape for name in shapes if (shape := reader.shape(f"model/{name}")) is not None}
     _check(checkpoint, shapes, available)
-    load_tensors(checkpoint, {f"model/{name}": tensors[name] for name in tensors if name in available})
+    plain = [name for name in tensors if name in available and name not in quantized]
+    load_tensors(checkpoint, {f"model/{name}": tensors[name] for name in plain})
+    for name, matrix in quantized.items():
+        matrix.fill(partial(_read_saved, name, checkpoint))
+
+
+def _read_entry(entry: Entry, files: WeightsFolder, values: Tensor, part: TensorSlice) -> None:
+    hf_mapping.fill({entry.name: values}, (entry,), files.rows, {entry.name: part})
+
+
+def _read_saved(name: str, checkpoint: Location, values: Tensor, part: TensorSlice) -> None:
+    load_tensors(checkpoint, {f"model/{name}": StateTensor(values, part)})
 
 
 def _check(folder: Path | Location, shapes: Shapes, available: Shapes) -> None:

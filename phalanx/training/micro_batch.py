@@ -26,6 +26,7 @@ from phalanx.spec.layout import Layout
 from phalanx.spec.plan import Plan
 from phalanx.spec.run import Run
 from phalanx.training.dpo import Pairs
+from phalanx.transforms.dropout import mask_keys
 
 
 def step_seed(seed: int, step: int, replica: int) -> int:
@@ -60,6 +61,8 @@ class MicroBatch:
     """Where the documents are, for the kernels of GPUs that need no mask."""
     pairs: Pairs | None = None
     """Of preferences."""
+    mask_keys: Tensor | None = None
+    """Of dropout, a number for each of this rank's tokens."""
 
     @property
     def weight(self) -> float:
@@ -97,7 +100,7 @@ class MicroBatch:
     def to(self, device: torch.device) -> MicroBatch:
         if not accelerator.of(device).asynchronous:
             return self
-        tensors = {name: getattr(self, name) for name in ("tokens", "targets", "positions", "documents")}
+        tensors = {name: getattr(self, name) for name in ("tokens", "targets", "positions", "documents", "mask_keys")}
         moved = {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items() if tensor is not None}
         spans = self.spans and replace(self.spans, bounds=self.spans.bounds.to(device, non_blocking=True))
         return replace(self, spans=spans, pairs=self.pairs and self.pairs.to(device), **moved)
@@ -157,9 +160,13 @@ class BatchFeed:
     def prepare(self, batch: Batch) -> MicroBatch:
         """A batch as this rank reads it."""
         prepared = MicroBatch.prepare(batch, self._mesh.device, self.run.data.document_mask, self._own)
+        pin = accelerator.of(self._mesh.device).pin
+        if self.run.lora.dropout:
+            own = np.arange(batch.tokens.shape[1]) if self._own is None else self._own
+            keys = mask_keys(self.run.train.seed, batch.samples, own)
+            prepared = replace(prepared, mask_keys=pin(torch.from_numpy(keys)))
         if self.run.train.objective != "dpo":
             return prepared
-        pin = accelerator.of(self._mesh.device).pin
         return replace(prepared, pairs=Pairs.of(batch, self._own, self.plan.layout.context, pin))
 
     def close(self) -> None:

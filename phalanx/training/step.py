@@ -288,6 +288,8 @@ class Stepper:
         return replace(batch, pairs=replace(batch.pairs, reference_BP=margins[0])) if margins else batch
 
     def _forward(self, part: int, given: Tensor | None, batch: MicroBatch) -> Any:
+        if self.sharded.adapters is not None and self.sharded.adapters.dropout is not None:
+            self.sharded.adapters.dropout.keys = batch.mask_keys
         # Recorded conversions of weights would not be repeated by a graph that finds them in a cache.
         with computing(self._compute, self._mesh.device, cache=self._graphs is None):
             module, first = self.sharded.parts[part], batch.tokens if given is None else given

@@ -21,6 +21,8 @@ from torch import Tensor, nn
 
 from phalanx.spec.adapted_layers import A, B, is_target
 from phalanx.spec.run import Lora
+from phalanx.spec.tensor_slice import TensorSlice
+from phalanx.transforms.dropout import Dropout, DroppedProduct, layer_key
 
 Axes = Mapping[str, tuple[str, ...]]
 """Parameter-name pattern to the names of its dimensions; the first that matches counts."""
@@ -40,6 +42,8 @@ class Adapters:
     """The model's table of dimension names, with those of the adapters."""
     enabled: bool = True
     """False: the model computes as if it had no adapters."""
+    dropout: Dropout | None = None
+    """Of the adapters' inputs."""
 
     @contextmanager
     def off(self) -> Iterator[None]:
@@ -50,12 +54,21 @@ class Adapters:
         finally:
             self.enabled = True
 
+    def place_dropout(self, parts: Sequence[nn.Module], slices: Mapping[str, TensorSlice], device: torch.device) -> None:
+        """Tell the layers of their masks. `slices`: what this rank has of each parameter."""
+        for path, module in ((path, module) for part in parts for path, module in part.named_modules()):
+            if f"{path}.{A}" in self.names:
+                module.lora_dropout = self.dropout
+                module.lora_key = layer_key(path, device)
+                module.lora_first = slices[f"{path}.{A}"].offset[-1]
+
     def applied(self, parts: Sequence[nn.Module]) -> str:
         """What was done, read from the parameters."""
         sizes = {name: parameter.numel() for part in parts for name, parameter in part.named_parameters()}
         trained = sum(size for name, size in sizes.items() if name in self.names)
+        dropout = f", dropout {self.dropout.rate:g}" if self.dropout is not None else ""
         return (
-            f"adapters of rank {self.rank} and scale {self.scale:g} on {len(self.layers)} layers; {trained:,} of "
+            f"adapters of rank {self.rank} and scale {self.scale:g} on {len(self.layers)} layers{dropout}; {trained:,} of "
             f"{sum(sizes.values()):,} parameters are trained"
         )
 
@@ -63,7 +76,7 @@ class Adapters:
 def apply(parts: Sequence[nn.Module], lora: Lora, axes: Axes) -> Adapters:
     """Freeze all parameters and add the adapters. A part may have none, such as a pipeline stage without a target."""
     assert lora.rank is not None
-    adapters = Adapters(lora.rank, lora.scale)
+    adapters = Adapters(lora.rank, lora.scale, dropout=Dropout(lora.dropout) if lora.dropout else None)
     patterns: dict[str, tuple[str, ...]] = {}
     for part in parts:
         part.requires_grad_(False)
@@ -105,9 +118,10 @@ def _is_layer(path: str, module: nn.Module, axes: Axes) -> bool:
 
 
 def _stacked(path: str, module: nn.Module, axes: Axes) -> list[str]:
-    """The parameters of a module that hold a matrix of each expert."""
+    """The parameters of a module that hold a matrix of each expert, without adapters."""
     parameters = [leaf for leaf, parameter in module.named_parameters(recurse=False) if parameter.ndim == 3]
-    return [leaf for leaf in parameters if _match(f"{path}.{leaf}", axes)[1][:1] == ("expert",)]
+    matrices = [leaf for leaf in parameters if not leaf.endswith((A, B))]
+    return [leaf for leaf in matrices if _match(f"{path}.{leaf}", axes)[1][:1] == ("expert",)]
 
 
 def _match(name: str, axes: Axes) -> tuple[str, tuple[str, ...]]:
@@ -154,8 +168,21 @@ class AddAdapter:
     def __call__(self, module: nn.Module, args: tuple[Any, ...], y: Tensor) -> Tensor:
         if not self.adapters.enabled:
             return y
-        low: Any = F.linear(args[0], module.lora_a)  # type: ignore[arg-type]  # named by A and B
+        x, dropout = args[0], self.adapters.dropout
+        keys = None if dropout is None else dropout.keys_of(x)
+        if dropout is None or keys is None:
+            low: Any = F.linear(x, module.lora_a)  # type: ignore[arg-type]  # named by A and B
+        else:
+            dtype = compute_dtype(x)
+            a: Any = module.lora_a
+            low = DroppedProduct.apply(x.to(dtype), a.to(dtype), keys, module.lora_key, (module.lora_first, dropout.rate))
         return y + self.adapters.scale * F.linear(low, module.lora_b)  # type: ignore[arg-type]
+
+
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """The dtype of a matrix product under autocast."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
 def _with_adapters(

@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from phalanx.kernels import document_attention, router_product
 from phalanx.spec.errors import RunFailed
 from phalanx.transforms.blocks import block_number, blocks, named, routes_tokens
+from phalanx.transforms.dropout import Dropout
 
 STORED = frozenset([document_attention.FORWARD.default, router_product.FORWARD.default]) | frozenset(
     getattr(torch.ops.aten, name).default
@@ -66,6 +67,8 @@ def apply(
 def _recomputed(block: nn.Module, forward: Callable[..., Any], mode: str) -> Callable[..., Any]:
     """A block's forward, or a half of it, with activation checkpointing."""
     counters = [module for module in block.modules() if hasattr(module, "counting")]
+    masks = next((module.lora_dropout for module in block.modules() if hasattr(module, "lora_dropout")), None)
+    assert masks is None or isinstance(masks, Dropout)
     if mode == "selective":
         for module in block.modules():
             for name in getattr(module, "only_added", ()):
@@ -75,9 +78,9 @@ def _recomputed(block: nn.Module, forward: Callable[..., Any], mode: str) -> Cal
 
     def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         if mode == "full":
-            return nullcontext(), _Recompute(block, counters, nullcontext())
+            return nullcontext(), _Recompute(block, counters, nullcontext(), masks)
         store = _Store()
-        return store, _Recompute(block, counters, _Replay(store.results))
+        return store, _Recompute(block, counters, _Replay(store.results), masks)
 
     def recomputed(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -88,19 +91,27 @@ def _recomputed(block: nn.Module, forward: Callable[..., Any], mode: str) -> Cal
 
 
 class _Recompute:
-    """Around a recomputed forward: routers do not count its tokens again, and the operation counter knows of it. Entered once for each pass
+    """Around a recomputed forward: routers do not count its tokens again, dropout repeats its masks, and the operation counter knows of it. Entered once for each pass
     of a split backward."""
 
-    def __init__(self, block: nn.Module, counters: Sequence[nn.Module], replay: AbstractContextManager[Any]):
+    def __init__(
+        self, block: nn.Module, counters: Sequence[nn.Module], replay: AbstractContextManager[Any], masks: Dropout | None
+    ):
         self._work: Any = block.work
         self._counters, self._replay = counters, replay
+        self._masks, self._keys = masks, None if masks is None else masks.keys
+        self._same_masks: AbstractContextManager[None] = nullcontext()
 
     def __enter__(self) -> None:
         self._set_recomputing(True)
+        if self._masks is not None:
+            self._same_masks = self._masks.recomputing(self._keys)
+        self._same_masks.__enter__()
         self._replay.__enter__()
 
     def __exit__(self, *error: Any) -> None:
         self._replay.__exit__(*error)
+        self._same_masks.__exit__(*error)
         self._set_recomputing(False)
 
     def _set_recomputing(self, recomputing: bool) -> None:

@@ -122,7 +122,7 @@ def _parameters(trainer: Trainer) -> dict[str, ShardValue]:
             tensor = piece.tensor if isinstance(piece.tensor, Tensor) else piece.tensor.read()
             values[name.removeprefix("model/")] = tensor.detach(), ParamShard(piece.slice)
     if trainer.run.optimizer.sync_every > 1:  # between two syncs, a checkpoint stores the state of the last sync
-        values |= {owned.name: (owned.value.detach(), owned.shard) for owned in trainer.sharded.owned}
+        values |= {owned.name: (owned.value.detach(), owned.shard) for owned in trainer.sharded.trained}
     return values
 
 
@@ -232,7 +232,7 @@ class _OuterOptimizer:
 
     @staticmethod
     def _live(trainer: Trainer) -> dict[str, Tensor]:
-        return {owned.name: owned.value.detach() for owned in trainer.sharded.owned}
+        return {owned.name: owned.value.detach() for owned in trainer.sharded.trained}
 
 
 class _RouterBalance:

@@ -86,6 +86,10 @@ def test_a_base_that_has_changed_is_refused_before_the_start(shop: Workshop) -> 
     [
         (['lora.targets=["q_proj"]'], '"q_proj" is no layer of this model: take query, key, value, output, gate, up or down'),
         (["lora.rank=40"], "lora.rank = 40 exceeds 16"),
+        (["lora.base=int4"], "lora.base"),
+        (["lora.base=nf4", "precision.compute=fp8"], 'set precision.compute = "bf16", or remove lora.base'),
+        (["lora.dropout=1.5"], "lora.dropout = 1.5"),
+        (["lora.dropout=0.1", "memory.cuda_graphs=true"], "lora.dropout = 0.1 draws another mask in every step"),
     ],
 )
 def test_wrong_adapters_are_refused(overrides: list[str], said: str, shop: Workshop) -> None:
@@ -106,6 +110,19 @@ def test_adapters_are_no_model_to_start_from(shop: Workshop) -> None:
     shop.run_file.write_text(RUN.replace('"base"', '"run"'))
     refused = shop.run("train", shop.run_file.name)
     assert refused.code == 2 and "merge them with `phalanx export run FOLDER`" in " ".join(refused.shown.split())
+
+
+@pytest.mark.slow
+def test_a_quantized_base_goes_on_as_it_began(shop: Workshop) -> None:
+    """With dropout: a run that stops and goes on has the losses of one that does not. Another format is another run."""
+    shop.run_file.write_text(RUN.replace("rank = 4\n", 'rank = 4\nbase = "nf4"\ndropout = 0.1\n'))
+    shop.train("--run-dir", "whole")
+    shop.train("--run-dir", "half", "train.steps=3")
+    shop.train("--run-dir", "half", "--change", "train.steps=6")
+    losses = {name: [e.loss for e in shop.events(name) if isinstance(e, Step)] for name in ("whole", "half")}
+    assert losses["half"] == losses["whole"] and len(losses["whole"]) == 6
+    refused = shop.run("train", shop.run_file.name, "--run-dir", "whole", "lora.base=int8")
+    assert refused.code == 2 and "lora.base" in refused.shown
 
 
 @pytest.mark.slow

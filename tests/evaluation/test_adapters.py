@@ -87,6 +87,24 @@ def test_opened_and_merged_models_are_the_model_in_training(family: str, targets
     torch.testing.assert_close(theirs, live, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize(("family", "targets", "base"), [("llama-3.1", None, "nf4"), ("mixtral", EXPERTS, "int8")])
+def test_a_quantized_base_is_merged_as_it_was_trained_on(
+    family: str, targets: list[str] | None, base: str, tmp_path: Path
+) -> None:
+    trainer, ids = trained(tmp_path, family, targets, f"lora.base={base}"), hf_models.tokens(24)
+    live = live_logits(trainer, ids)
+    with torch.no_grad():
+        ours = open_model(checkpoint(tmp_path), "cpu").model(ids, torch.arange(24).expand_as(ids))
+    torch.testing.assert_close(ours, live, atol=1e-4, rtol=1e-4)
+    export_checkpoint(checkpoint(tmp_path), tmp_path / "merged")
+    transformers = pytest.importorskip("transformers")
+    theirs = hf_models.logits(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged").float(), ids)
+    torch.testing.assert_close(theirs, live, atol=1e-4, rtol=1e-4)
+    original = hf_models.logits(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base").float(), ids)
+    with trainer.sharded.adapters.off():  # type: ignore[union-attr]
+        assert (live_logits(trainer, ids) - original).abs().max() > 0.01, "nothing was quantized"
+
+
 @pytest.mark.parametrize(
     ("family", "targets"),
     [
@@ -96,6 +114,10 @@ def test_opened_and_merged_models_are_the_model_in_training(family: str, targets
         ("gpt2-untied", ["key", "blocks.1.mlp.up"]),
         ("deepseek", ["blocks.*.attention.*"]),
         ("mixtral", ["query", "output"]),
+        ("qwen3-moe", EXPERTS),
+        ("qwen3-moe", ["experts.up"]),
+        ("mixtral", ["experts.down"]),
+        ("deepseek", ["output", "mlp.up", "experts.gate", "experts.up", "experts.down", "shared.up"]),
     ],
 )
 def test_peft_loads_exported_adapters(family: str, targets: list[str] | None, tmp_path: Path) -> None:
@@ -138,11 +160,29 @@ def test_a_checkpoint_of_adapters_is_small(tmp_path: Path) -> None:
     assert saved < model / 3, f"{saved} bytes next to {model} of the model"
 
 
-def test_adapters_of_experts_have_no_peft_format(tmp_path: Path) -> None:
-    trained(tmp_path, "mixtral", EXPERTS)
-    with pytest.raises(RunError, match=r"routed experts .*--format hf"):
-        export_adapters(checkpoint(tmp_path), tmp_path / "adapters")
-    assert not (tmp_path / "adapters").exists()
+def test_adapters_of_experts_in_the_peft_folder(tmp_path: Path) -> None:
+    """Without peft: its formula for stacked parameters, applied to the folder, against the merged export."""
+    from safetensors.torch import load_file
+
+    trained(tmp_path, "qwen3-moe", EXPERTS)
+    assert "transformers 5" in export_adapters(checkpoint(tmp_path), tmp_path / "adapters").notes[0]
+    export_checkpoint(checkpoint(tmp_path), tmp_path / "merged")
+    config = json.loads((tmp_path / "adapters" / "adapter_config.json").read_text())
+    assert config["r"] == 8 and config["lora_alpha"] == 16.0 and len(config["target_parameters"]) == 2 * 3
+    adapters = load_file(tmp_path / "adapters" / "adapter_model.safetensors")
+    module = "base_model.model.model.layers.1.mlp.experts"
+    added = {}
+    for name, path in (("gate_up", f"{module}.base_layer"), ("down", module)):
+        a, b = (adapters[f"{path}.lora_{which}.weight"] for which in "AB")
+        added[name] = 2.0 * torch.einsum("ore,eri->eoi", b.view(len(b), -1, 6), a.view(6, -1, a.shape[1]))
+    base, merged = (load_file(tmp_path / folder / "model.safetensors") for folder in ("base", "merged"))
+    for expert in range(6):
+        stem = f"model.layers.1.mlp.experts.{expert}"
+        gate, up = added["gate_up"][expert].chunk(2)
+        for word, delta in (("gate", gate), ("up", up), ("down", added["down"][expert])):
+            name = f"{stem}.{word}_proj.weight"
+            torch.testing.assert_close(merged[name], base[name] + delta, atol=1e-6, rtol=1e-6)
+            assert delta.abs().max() > 0.001
 
 
 def test_a_changed_or_missing_base_is_refused(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 from planning_cases import cluster
 
 from phalanx.planning.cost.footprint import footprint
@@ -37,6 +38,19 @@ def test_only_adapters_have_gradients_and_states() -> None:
     assert 1.9 <= lora["gradients"] / adapters <= 4.1 and lora["optimizer"] / adapters <= 8.1
     assert lora["parameters"] < 0.36 * whole["parameters"]  # two bytes instead of six
     assert whole["gradients"] > 50 * lora["gradients"]
+
+
+def test_a_quantized_base_takes_its_own_bytes() -> None:
+    model = LORA.model
+    tables = 2 * 2 * model.vocab * model.dim
+    plain, int8, nf4 = (held(replace(LORA, lora=Lora(rank=16, base=base)))["parameters"] for base in (None, "int8", "nf4"))
+    blocks = (model.parameters() - model.vocab * model.dim * 2) / 2**30
+    assert (plain - int8) / 2**30 == pytest.approx(blocks, rel=0.01)
+    assert (plain - nf4) / 2**30 == pytest.approx(1.4375 * blocks, rel=0.01)
+    assert nf4 > tables  # which stay as they are
+    compiled = replace(LORA, memory=replace(LORA.memory, compile=True))
+    seconds = [judge(replace(compiled, lora=Lora(rank=16, base=base)), cluster(8)).split["compute"] for base in (None, "nf4")]
+    assert seconds[0] < seconds[1] < 1.2 * seconds[0]
 
 
 def test_a_step_is_faster_and_moves_fewer_bytes() -> None:

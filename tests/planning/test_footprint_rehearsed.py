@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from statistics import median
+from typing import Any
 
 import numpy as np
 import pytest
@@ -29,10 +30,10 @@ def case(
     return replace(run, layout=layout), layout
 
 
-def adapted(given: tuple[Run, Layout], rank: int = 8) -> tuple[Run, Layout]:
+def adapted(given: tuple[Run, Layout], rank: int = 8, **more: Any) -> tuple[Run, Layout]:
     """The same with LoRA adapters."""
     run, layout = given
-    return replace(run, lora=Lora(rank=rank)), layout
+    return replace(run, lora=Lora(rank=rank, **more)), layout
 
 
 def preferring(given: tuple[Run, Layout]) -> tuple[Run, Layout]:
@@ -51,6 +52,8 @@ QUICK = [
     adapted(case(TINY, 2, 8, 256, Layout(data=1, shard=2, zero=1), micro_batch=4)),
     preferring(case(TINY, 2, 8, 256, Layout(data=1, shard=2, zero=3), micro_batch=4)),
     preferring(adapted(case(TINY, 2, 8, 256, Layout(data=1), micro_batch=4))),
+    adapted(case(TINY, 2, 8, 256, Layout(data=1), micro_batch=4), base="nf4"),
+    adapted(case(TINY, 2, 8, 256, Layout(data=1, shard=2, zero=3), micro_batch=4), base="int8", dropout=0.1),
 ]
 LONG = [
     case("llama3-8b", 4, 1, 4096, Layout(data=1)),
@@ -84,6 +87,14 @@ LONG = [
     adapted(case("llama3-8b", 4, 8, 4096, Layout(data=1, shard=8, zero=3))),
     adapted(case("llama3-70b", 4, 4, 8192, Layout(data=1, shard=2, zero=3, tensor=8))),
     adapted(case("llama3-8b", 8, 8, 4096, Layout(data=1, pipeline=4))),
+    adapted(case("llama3-8b", 4, 1, 4096, Layout(data=1), recompute="selective"), base="nf4", dropout=0.1),
+    adapted(case("llama3-8b", 4, 1, 2048, Layout(data=1), recompute="full", loss_chunk=1024), base="nf4"),
+    adapted(case("llama3-8b", 4, 1, 2048, Layout(data=1), compile=True, loss_chunk=1024), base="nf4"),
+    adapted(case("llama3-8b", 4, 8, 4096, Layout(data=1, shard=8, zero=3)), base="int8"),
+    adapted(case("llama3-70b", 4, 4, 8192, Layout(data=1, shard=2, zero=3, tensor=8)), base="nf4"),
+    adapted(case("llama3-8b", 8, 8, 4096, Layout(data=1, pipeline=4)), base="int8", dropout=0.1),
+    adapted(case("mixtral-8x7b", 3, 1, 2048, Layout(data=1), recompute="full", loss_chunk=1024), base="nf4"),
+    adapted(case("mixtral-8x7b", 3, 4, 2048, Layout(data=1, shard=4, zero=3, expert=2), loss_chunk=1024), base="nf4"),
     preferring(case("llama3-8b", 4, 8, 4096, Layout(data=1, shard=8, zero=3))),
     preferring(case("llama3-8b", 8, 8, 4096, Layout(data=1, pipeline=4))),
 ]  # fmt: skip

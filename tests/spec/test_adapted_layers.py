@@ -80,6 +80,15 @@ def test_unknown_targets_are_refused_with_the_names_there_are() -> None:
 
 def test_keys_of_adapters_need_a_rank() -> None:
     assert "lora.alpha = 16.0 describes adapters, but lora.rank is not given" in problems("lora.alpha=16")
+    assert 'lora.base = "nf4" describes adapters, but lora.rank is not given' in problems("lora.base=nf4")
+    assert "lora.dropout = 0.1 describes adapters, but lora.rank is not given" in problems("lora.dropout=0.1")
+
+
+def test_dropout_is_refused_where_no_mask_is_known() -> None:
+    moe = ("model.preset=tiny-moe", "lora.rank=4", "lora.dropout=0.1")
+    assert "blocks.0.mlp.experts.up is added to its matrices" in problems(*moe, 'lora.targets=["experts.up"]')
+    assert "lora.dropout = 0" in problems("model.mtp_depth=1", "lora.rank=4", "lora.dropout=0.1", 'lora.targets=["mtp.*"]')
+    assert loads(RUN, overrides=moe).lora.dropout == 0.1  # experts are no targets
 
 
 def test_a_rank_beyond_the_matrices_is_refused() -> None:

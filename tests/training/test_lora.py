@@ -3,8 +3,10 @@ adapters on every layout, at the start and after a resumption."""
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import hf_models
 import pytest
@@ -46,6 +48,24 @@ def test_frozen_weights_cost_their_own_bytes_alone(tmp_path: Path) -> None:
     assert len(moved) == 7 * run.model.layers
 
 
+@pytest.mark.parametrize(("base", "each"), [("int8", 1.0), ("nf4", 0.5625)])
+def test_quantized_matrices_cost_their_own_bytes_alone(base: Any, each: float, tmp_path: Path) -> None:
+    run = lora_run("precision.compute=bf16", lora=Lora(rank=3, base=base))
+    run = replace(run, model=replace(run.model, dim=64, heads=4, ffn=128))
+    trainer = tiny_trainer(ALONE, run, tmp_path / "checkpoints")
+    before = {name: state.values().clone() for name, state in trainer.state.frozen().items()}
+    trainer.step()
+    shapes = {name: parameter.shape for name, parameter in build(run.model).named_parameters()}
+    blocks = [shape for name, shape in shapes.items() if name.startswith("blocks.") and len(shape) > 1]
+    stored = sum(each * shape.numel() + (4 * shape[0] if base == "int8" else 0) for shape in blocks)
+    tables = sum(shape.numel() for name, shape in shapes.items() if not name.startswith("blocks.") and len(shape) > 1)
+    norms = sum(shape.numel() for shape in shapes.values() if len(shape) == 1)
+    placed = trainer.state.placement()
+    assert placed.parameters == stored + 2 * tables + 4 * (norms + adapter_parameters(run.model, run.lora))
+    after = trainer.state.frozen()
+    assert all(torch.equal(after[name].values(), value) for name, value in before.items())
+
+
 def test_a_checkpoint_holds_adapters_and_their_states_alone(tmp_path: Path) -> None:
     run = lora_run(model="moe", lora=Lora(rank=3, targets=("query", "experts.up")))
     trainer = tiny_trainer(ALONE, run, tmp_path / "checkpoints")
@@ -58,6 +78,32 @@ def test_a_checkpoint_holds_adapters_and_their_states_alone(tmp_path: Path) -> N
         run.model.layers + (run.model.layers - 1)
     )  # A and B with three states each; the first block has no experts
     assert all(".lora_" in name or "_lora_" in name for name in names)
+
+
+def all_steps(mesh: Mesh, run: Run, folder: Path, until: int) -> list[float]:
+    """The losses up to a step, which is saved."""
+    trainer = tiny_trainer(mesh, run, folder)
+    trainer.restore()
+    losses = [taken.loss for _ in range(until - trainer.progress.step) if (taken := trainer.step()) is not None]
+    trainer.save()
+    return losses
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lora", [Lora(rank=3), Lora(rank=3, base="nf4", dropout=0.2)], ids=["plain", "nf4 and dropout"])
+def test_a_checkpoint_of_four_ranks_goes_on_with_one_and_two(lora: Lora, tmp_path: Path) -> None:
+    """Adapters and their optimizer states are resharded; the losses are those of four ranks without a stop."""
+    hf_models.save(tmp_path / "base", "llama-tied", words=False)
+    model = replace(hf_config.model_spec(tmp_path / "base"), from_=str(tmp_path / "base"))
+    run = replace(lora_run("train.steps=10", "optimizer.learning_rate=0.01", lora=lora), model=model)
+    four = Layout(data=1, tensor=2, shard=2)
+    whole = run_ranks(all_steps, 4, replace(run, layout=four), tmp_path / "whole", 5, layout=four)[0]
+    run_ranks(all_steps, 4, replace(run, layout=four), tmp_path / "half", 2, layout=four)
+    for layout in (Layout(data=1), Layout(data=1, tensor=2), Layout(data=1, shard=2)):
+        shutil.copytree(tmp_path / "half", folder := tmp_path / f"{layout.tensor} {layout.shard}")
+        later = run_ranks(all_steps, layout.ranks, replace(run, layout=layout), folder, 5, layout=layout)[0]
+        assert later == pytest.approx(whole[2:], rel=1e-5), layout
+    assert whole[4] < whole[0]
 
 
 def first_steps(mesh: Mesh, run: Run, folder: Path) -> list[float]:

@@ -71,6 +71,37 @@ def test_adapters_of_experts(expert: dict[str, int], pool: RankPool) -> None:
     assert report.passed, told(report)
 
 
+def test_a_quantized_base_and_dropout(pool: RankPool) -> None:
+    """Rows and columns that no block of 64 divides have the same numbers, and ranks that share an input the same masks."""
+    report = proof(pool, "gpt", {"tensor": 2, "shard": 2, "zero": 3}, Lora(rank=4, base="nf4", dropout=0.2))
+    assert report.passed, told(report)
+
+
+QUANTIZED = {
+    "int8": ("gpt", {"tensor": 2, "shard": 2, "zero": 3}, {"base": "int8"}, {}),
+    "bf16": ("gpt", {"tensor": 2, "shard": 2, "zero": 3}, {"base": "nf4"}, {"precision": Precision(compute="bf16")}),
+    "fp16": ("dense", {"shard": 4, "zero": 3}, {"base": "nf4"}, {"precision": Precision(compute="fp16")}),
+    "zero-1": ("dense", {"shard": 4, "zero": 1}, {"base": "nf4"}, {}),
+    "sequence": ("dense", {"tensor": 2, "shard": 2, "zero": 2, "sequence": True}, {"base": "int8", "dropout": 0.2}, {}),
+    "pipeline": ("dense", {"pipeline": 2, "shard": 2}, {"base": "nf4", "dropout": 0.2}, {"memory": Memory(recompute="full")}),
+    "split backwards": ("gpt", {"pipeline": 2, "tensor": 2, "schedule": "zbv"}, {"base": "nf4", "dropout": 0.2}, {}),
+    "context": ("mla-dense", {"tensor": 2, "context": 2}, {"base": "nf4", "dropout": 0.2}, {}),
+    "offloaded activations": ("dense", {"tensor": 2, "shard": 2}, {"base": "nf4"}, {"memory": Memory(activations="cpu")}),
+    "experts": ("moe", {"tensor": 2, "shard": 2, "expert": 2}, {"base": "nf4", "targets": EXPERTS}, {}),
+    "sliced experts": ("moe", {"tensor": 2, "shard": 2, "expert": 2, "expert_tensor": 2}, {"base": "int8", "targets": EXPERTS}, {}),
+    "frozen experts": ("moe", {"tensor": 2, "data": 2, "expert": 2}, {"base": "int8", "dropout": 0.2}, {"memory": Memory(recompute="selective")}),
+    "diloco": ("dense", {"data": 2}, {"base": "nf4", "dropout": 0.2}, {"optimizer": Optimizer(sync_every=2)}),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_quantized_bases_and_dropout_on_other_layouts(name: str, pool: RankPool) -> None:
+    model, layout, lora, more = QUANTIZED[name]
+    report = proof(pool, model, layout, Lora(rank=4, **lora), **more)
+    assert report.passed, told(report)
+
+
 @pytest.mark.slow
 def test_latent_attention_and_context(pool: RankPool) -> None:
     report = proof(pool, "mla-dense", {"tensor": 2, "context": 2})

@@ -125,7 +125,8 @@ def _block_bytes(jobs: JobTable) -> tuple[_BlockBytes, _BlockBytes]:
     if np.any(jobs.compiled > 0):  # of a block with experts, the half with attention is compiled
         half = residual_stream(jobs) + attention.stored - _total(jobs) + second
         before = np.where(jobs.compiled > 0, half, before)
-    sparse = (before + experts.kept, attention.stored + experts.stored, attention.products + experts.products)
+    copies = jobs.expert_copies * 3.0 * size * jobs.dim * jobs.expert_ffn * jobs.experts / (jobs.expert * jobs.expert_tensor)
+    sparse = (before + experts.kept + copies, attention.stored + experts.stored, attention.products + experts.products)
     return dense, _BlockBytes(*sparse)
 
 

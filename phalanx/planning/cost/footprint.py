@@ -95,6 +95,7 @@ def _rank_footprint(
     activations = activations + share.has_head * (head.states * at_end + np.where(all_first, head.kept * (at_end - 1), 0.0))
     gathered, in_block = _gathered(jobs, held, sizes, unit)
     at_loss = head.most * share.has_head
+    in_block = in_block + _dequantized(jobs, sizes)
     in_backward = np.maximum(block.live + block.backward + in_block, cast) + _gradients_in_transit(jobs, held, sizes, share)
     # The embedding's gradient is allocated when the activations of its micro-batch are freed.
     masters = has_masters(jobs)
@@ -205,16 +206,27 @@ def _gathered(jobs: JobTable, held: RankSizes, sizes: PartSizes, unit: Column) -
     if not np.any(third):
         return 0.0, 0.0
     everything = held.dense + np.where(sizes.unsharded > 0, 0.0, held.experts)
-    block, part = sizes.block - sizes.unsharded, size * everything / jobs.stages
+    stored = np.where(jobs.base_bytes > 0, jobs.base_bytes, size)
+    whole = stored * (everything - held.tables) + size * held.tables
+    block, part = sizes.block - sizes.unsharded, whole / jobs.stages
     # A stage's blocks stay gathered after its last backward until its next forward; by then the activations of that backward
     # are freed.
-    left = size * everything - part + np.maximum(np.minimum(size * (2 * block + held.tables), part), part - unit)
-    staged = np.where(SPLITS_BACKWARD[jobs.schedule], size * everything, left)
+    left = whole - part + np.maximum(np.minimum(2 * stored * block + size * held.tables, part), part - unit)
+    staged = np.where(SPLITS_BACKWARD[jobs.schedule], whole, left)
     gathered = np.where(pipelined, staged, size * held.tables)
     # Two gathered blocks and the gradient of one, or the reduced gradient of one in transit.
-    gradient = np.where(jobs.adapters > 0, 2 * size, np.maximum(3 * size, jobs.wire))  # frozen blocks have none
+    gradient = np.where(jobs.adapters > 0, 2 * stored, np.maximum(3 * size, jobs.wire))  # frozen blocks have none
     in_block = np.where(pipelined, 0.0, gradient * block)
     return np.where(third, gathered, 0.0), np.where(third, in_block, 0.0)
+
+
+def _dequantized(jobs: JobTable, sizes: PartSizes) -> Column:
+    """Bytes of one matrix while it is dequantized: values in fp32 and the result. Compiled code needs only the latter, but not in every case. The
+    results of experts are counted where they are kept."""
+    if not np.any(jobs.base_bytes > 0):
+        return 0.0
+    each = 4.0 + np.where(jobs.sparse_layers > 0, 0.0, jobs.compute_bytes)
+    return np.where(jobs.base_bytes > 0, each * sizes.matrix, 0.0)
 
 
 def _groups(jobs: JobTable) -> Column:
@@ -358,7 +370,7 @@ def state_bytes(
     jobs: JobTable, sizes: RankSizes, dense: ParameterBytes, experts: ParameterBytes
 ) -> tuple[Column, Column, Column]:
     """Bytes of parameters, gradients and optimizer states. Those of LoRA adapters come on top of frozen parameters in the format of
-    computing, which have neither gradients nor master weights."""
+    computing, or quantized, which have neither gradients nor master weights."""
     exact = sizes.fp32 * 4.0
     trained = (
         sizes.dense * dense.parameter + sizes.experts * experts.parameter,
@@ -366,7 +378,9 @@ def state_bytes(
         sizes.dense * dense.state + sizes.experts * experts.state,
     )
     part = np.where((jobs.zero == 3) & (jobs.shard > 1), jobs.shard, 1.0)
-    frozen = (sizes.dense + sizes.experts) * jobs.compute_bytes / part + exact
+    stored = np.where(jobs.base_bytes > 0, jobs.base_bytes, jobs.compute_bytes)
+    blocks = sizes.dense + sizes.experts - sizes.tables
+    frozen = (blocks * stored + sizes.tables * jobs.compute_bytes) / part + exact
     if not np.any(jobs.adapters > 0):
         parameters, gradients, states = trained
         copy = np.where(has_reference_copy(jobs), frozen, 0.0)

@@ -78,6 +78,10 @@ class JobTable:
     """1: queries and keys are normalized."""
     adapters: Column = 0
     """LoRA: parameters of the adapters, as a fraction of the model's, which are frozen. 0: no adapters, and all parameters are trained."""
+    base_bytes: Column = 0
+    """Bytes of an element of the blocks' frozen matrices, if they are quantized."""
+    expert_copies: Column = 0
+    """1: each forward makes a copy of a block's experts, which lives until the backward: dequantized, or with their adapters added."""
     reference: Column = 0
     """1: DPO, whose reference computes a forward of every micro-batch too."""
 

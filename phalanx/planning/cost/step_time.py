@@ -332,6 +332,13 @@ def block_time(jobs: JobTable, rates: Rates) -> BlockTime:
     merged = 12.0 * jobs.value_width * ring * (jobs.context - 1) / (jobs.bandwidth * rates.memory)
     drained = rates.kernels * rates.drain * np.where(jobs.compiled > 0, rates.fused, 1.0)
     moved = moved + tokens / tensor * (unfused + merged) + drained
+    if np.any(jobs.base_bytes > 0):
+        weights = (jobs.attention_weights + matrices_of_ffn * jobs.dim * mean_ffn) / tensor
+        weights = weights + sparse * 3 * jobs.dim * jobs.expert_ffn * jobs.experts / (jobs.expert * jobs.expert_tensor)
+        # Compiled code writes the result alone; otherwise there are passes for codes, levels and scales. The forward and the backward dequantize
+        # once each, and `moved` counts three times.
+        passes = np.where(jobs.compiled > 0, jobs.base_bytes + jobs.compute_bytes, 24.0)
+        moved = moved + np.where(jobs.base_bytes > 0, 2 / 3 * weights * passes / (jobs.bandwidth * rates.memory), 0.0)
     adapted = jobs.adapters > 0
     # The products of LoRA adapters, next to those of the frozen matrices.
     matrices = matrices * (1 + adapted * jobs.adapters)

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from phalanx.planning.cost.job_table import METHODS, OFFLOAD, RECOMPUTE, SCHEDULES, JobTable, machine_columns, model_columns
 from phalanx.planning.cost.schedule_cost import SPLITS_BACKWARD
 from phalanx.planning.machines.cluster import Hardware
-from phalanx.spec.adapted_layers import adapter_parameters
+from phalanx.spec.adapted_layers import STORED_BYTES, adapter_parameters, copies_experts
 from phalanx.spec.check_layout import leaves_empty_part
 from phalanx.spec.errors import divisors as divisors_of
 from phalanx.spec.layout import FIXED_STAGES, Layout, Schedule, default_stages
@@ -124,6 +124,8 @@ class Space:
             "qk_norm": int(model.qk_norm),
             "reference": int(run.train.objective == "dpo"),
             "adapters": adapter_parameters(model, run.lora) / model.parameters(),
+            "base_bytes": 0.0 if run.lora.base is None else STORED_BYTES[run.lora.base],
+            "expert_copies": int(copies_experts(model, run.lora)),
             "recompute_every": memory.recompute_every,
             "moments": (2 if run.precision.optimizer == "bf16" else 4)
             * run.optimizer.traits.moments,  # of the matrices at least

@@ -26,6 +26,7 @@ from phalanx.models.moe import routers
 from phalanx.parallel.mesh import AXES
 from phalanx.parallel.sharded_model import ParamShard, ShardedModel
 from phalanx.training.hooks import StepContext, StepHook, StepRefused
+from phalanx.transforms.quantize import QuantizedTensor
 
 WEIGHTS, OPTIMIZER, GRADIENTS = KINDS = ("weights", "optimizer", "gradients")
 
@@ -229,7 +230,7 @@ class ReplicaCheck(StepHook):
         slots: dict[Slot, dict[str, Tensor]] = {}
         for name, state in self._state().items():
             collection, parameter, *_ = name.split("/")
-            tensor = state.tensor
+            tensor = state.tensor.stored if isinstance(state.tensor, QuantizedTensor) else state.tensor
             if not isinstance(tensor, Tensor) or tensor.device != self._mesh.device or not tensor.numel():
                 continue
             if state.is_buffer and parameter not in biases:
