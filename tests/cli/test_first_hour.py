@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
-from commands import Workshop
+import typer.main
+from commands import InProcess, Workshop
 
 import phalanx as px
 from phalanx.calibration.bench_process import plan_of, small_run
+from phalanx.cli.main import app
 from phalanx.dashboard.numbers import visible
 from phalanx.dashboard.pictures import schedule_text
 from phalanx.host.probe import lacks_instructions
@@ -51,10 +55,23 @@ def test_a_setting_with_dashes_is_told_how_to_write_it(folder: Workshop) -> None
     assert not (folder.path / "runs").exists()
 
 
-def test_help_shows_flags_by_their_names(folder: Workshop) -> None:
-    ended = folder.run("train", "--help", program=PHALANX)
-    (line,) = [line for line in ended.out.splitlines() if "--fresh" in line]
-    assert "<bool>" not in line, ended
+def _commands(command: Any, *words: str) -> Iterator[tuple[Any, tuple[str, ...]]]:
+    """The command and all below it, each with the words that call it."""
+    yield command, words
+    for name, verb in getattr(command, "commands", {}).items():
+        yield from _commands(verb, *words, name)
+
+
+def test_help_of_every_command_shows_flags_by_their_names(here: InProcess) -> None:
+    commands = list(_commands(typer.main.get_command(app)))
+    assert len(commands) > 30
+    for command, words in commands:
+        ended = here(*words, "--help")
+        assert ended.code == 0 and "--help" in ended.out, ended
+        assert not re.search(r"<bool>|\bBOOLEAN\b", ended.out, re.IGNORECASE), ended
+        for flag in [option for option in command.params if getattr(option, "is_flag", False)]:
+            (line,) = [line for line in ended.out.splitlines() if re.search(rf"^│[ *]+{flag.opts[0]}\b", line)]
+            assert not re.search(r"<|BOOL", line), line
 
 
 INTERRUPTED = """
