@@ -30,7 +30,7 @@ class Generation:
 
 
 def sample_tokens(
-    opened: Opened, prompt: Sequence[int], tokens: int, sampling: Sampling, stops: Collection[int]
+    opened: Opened, prompt: Sequence[int], tokens: int, sampling: Sampling, stops: Collection[int | None]
 ) -> Iterator[int]:
     """Up to so many tokens after the prompt. One of `stops` is the last."""
     for token in generate(opened.model, prompt, tokens, -1, sampling):
