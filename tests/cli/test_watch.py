@@ -8,10 +8,11 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
+import pytest
 from commands import InProcess, Workshop
 
 from phalanx.events.log import EventLog
-from phalanx.events.records import RunStarted
+from phalanx.events.records import Recovered, RunStarted
 from phalanx.events.run_logs import LogReader, note_size
 from phalanx.events.rundir import RunDir
 from phalanx.spec.layout import Layout
@@ -79,6 +80,28 @@ def test_a_run_that_outlives_the_host_with_its_lock_is_running(tmp_path: Path) -
     node.touch()
     rundir.exit_file.write_text("75\n")
     assert not rundir.is_running
+
+
+@pytest.mark.slow
+def test_a_run_on_two_hosts_is_stopped_after_the_loss_of_the_first(workshop: Workshop) -> None:
+    """The lock is gone with the first host, but the run goes on: `status` calls it running, and `stop` reaches it."""
+    settings = ("train.steps=5000", "layout.data=2", "checkpoint.every=50")
+    place = ("--nodes", 2, "--launch", "test-1", "--bind", "127.0.0.1")
+    first, second = (
+        workshop.start("node", "run", *settings, "--run-file", "tiny.toml", "--node", number, *place) for number in (0, 1)
+    )
+    second.until(workshop.reached("run", 5), "step 5")
+    assert workshop.run("status", "run", "--json").json["state"] == "running"
+    os.kill(first.pid, signal.SIGKILL)
+    first.wait()
+    second.until(lambda: any(isinstance(event, Recovered) for event in workshop.events("run")), "the recovery")
+    rundir = RunDir(workshop.path / "run")
+    assert not rundir.in_use and rundir.is_running
+    assert workshop.run("status", "run", "--json").json["state"] == "running"
+    stopped = workshop.run("stop", "run")
+    assert stopped.code == 0 and "run: stopped" in stopped.shown, stopped
+    assert second.wait().code == 75
+    assert "is not running" in workshop.run("stop", "run").err
 
 
 def test_logs_name_the_rank_and_show_failures_first(workshop: Workshop) -> None:
