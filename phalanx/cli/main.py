@@ -132,12 +132,21 @@ def main() -> None:
 
 
 def _without_types_of_flags(app: typer.Typer) -> Any:
-    """The command of an app. Its help shows a flag by its name alone: "--fresh", not "--fresh <bool>"."""
+    """The command of an app. Its help shows a flag by its name alone: "--fresh", not "--fresh <bool>" as some versions of typer do."""
 
     def forget_types(command: Any) -> None:
         for parameter in command.params:
             if getattr(parameter, "is_flag", False):
                 parameter.metavar = ""
+        make_help_option = command.get_help_option  # the parser makes this option itself, and only when it is asked for
+
+        def help_option(context: Any) -> Any:
+            option = make_help_option(context)
+            if option is not None:
+                option.metavar = ""
+            return option
+
+        command.get_help_option = help_option
         for verb in getattr(command, "commands", {}).values():
             forget_types(verb)
 

@@ -183,26 +183,20 @@ def _check_chat(prompt: str, chat: bool, options: dict[str, str | None]) -> None
 
 def _continue(opened: Opened, prompt: str, tokens: int, sampling: Sampling, *, stream: bool) -> dict[str, object]:
     """Continues a text. `stream`: writes it to standard output."""
-    from phalanx.models.sampling import generate as sample
+    from phalanx.evaluation.generated_text import sample_text
 
     if chat_source(opened.run.data) is not None:
         print("This model was trained on conversations: --chat asks it through its chat template.", file=sys.stderr, flush=True)
-    tokenizer = opened.tokenizer
-    # Without a prompt, the model continues the end of a previous document.
-    start = [int(token) for token in tokenizer.encode(prompt)] or [tokenizer.end]
-    push = tokenizer.stream()
-    generated: list[int] = []
-    write = sys.stdout.write if stream else lambda text: 0
-    write(visible(prompt))
-    for token in sample(opened.model, start, tokens, -1, sampling):
-        generated.append(token)
-        if token != tokenizer.end:
-            write(visible(push(token)))
+
+    def write(text: str) -> None:
+        if stream:
+            sys.stdout.write(visible(text))
             sys.stdout.flush()
-        if token in opened.stops:
-            break
+
+    write(prompt)
+    generation = sample_text(opened, prompt, tokens, sampling, write)
     write("\n")
-    return {"prompt": prompt, "text": tokenizer.decode(generated), "tokens": len(generated)}
+    return {"prompt": prompt, "text": generation.text, "tokens": len(generation.tokens)}
 
 
 def _answer(conversation: Conversation, question: str, tokens: int, sampling: Sampling, *, stream: bool) -> dict[str, object]:

@@ -342,7 +342,7 @@ def _train_under_torchrun(place: Place, run_file: Path, overrides: list[str], re
 
 
 def _meet(place: Place, run: Run) -> Mesh:
-    """Joins the other ranks where torchrun has told them to meet. Raises RunError if another process uses the port."""
+    """Joins the other ranks where torchrun has told them to meet. Raises RunError if they cannot meet there."""
     from torch.distributed import DistNetworkError
 
     from phalanx.parallel.mesh import connect
@@ -351,13 +351,21 @@ def _meet(place: Place, run: Run) -> Mesh:
     try:
         return connect(place, device, run.resilience.timeout)
     except DistNetworkError as error:
-        if "EADDRINUSE" not in str(error):
-            raise
         host, port = torchrun_store()
+        if "EADDRINUSE" in str(error):
+            raise RunError(
+                f"MASTER_PORT = {port}: another process uses this port of {host}, so that the ranks cannot meet there: start them with "
+                "`torchrun --standalone`, which finds a free port, name another with --master-port, or end that process."
+            ) from None
         raise RunError(
-            f"MASTER_PORT = {port}: another process uses this port of {host}, so that the ranks cannot meet there: start them with "
-            "`torchrun --standalone`, which finds a free port, name another with --master-port, or end that process."
+            f"MASTER_ADDR = {host}, MASTER_PORT = {port}: rank {place.rank} cannot meet the other ranks there ({_reason(error)}). If torchrun "
+            "runs, look at its output and at the network between the hosts. If it does not, remove TORCHELASTIC_RUN_ID from the environment."
         ) from None
+
+
+def _reason(error: Exception) -> str:
+    """What torch says, without the stack of its C++ code."""
+    return str(error).partition("\n")[0].rstrip(".")
 
 
 def _show_start(prepared: Prepared) -> Callable[[Event], None]:

@@ -118,7 +118,7 @@ def logs(
                 console.print(event.traceback.rstrip(), style="red", markup=False, highlight=False, soft_wrap=True)
     reader = LogReader(rundir)
     while True:
-        over = not follow or rundir.launch_id is None
+        over = not follow or not rundir.is_running
         for line in reader.new():
             if (wanted is None or line.source in wanted) and pattern.search(line.text):
                 _print(line)
@@ -138,14 +138,19 @@ def stop(
     job = find_job(rundir)
     if job is not None:
         note_end(rundir, job)
-    if _over(rundir):
+    if not rundir.is_running:
         raise RunError(f"{run_dir} is not running: there is nothing to stop.")
+    if rundir.launch_id is None:
+        raise RunError(
+            f"{run_dir} is in use by a process that takes no requests: one that torchrun has started, that still prepares the run, or that "
+            "works on its checkpoints. Send it SIGTERM, or wait for it."
+        )
     if job is None:
         replace_file(rundir.stop_file, "")
     else:
         job.stop()
     deadline = time.monotonic() + _STOP_SECONDS
-    while wait and not _over(rundir):
+    while wait and rundir.is_running:
         if time.monotonic() > deadline:
             raise RunError(f"{run_dir} has not ended within {_STOP_SECONDS:.0f} s: look at `phalanx logs {run_dir}`.")
         time.sleep(_POLL)
@@ -170,10 +175,6 @@ def _catch_up(rundir: RunDir) -> None:
     from phalanx.launch.kubernetes import catch_up
 
     catch_up(rundir)
-
-
-def _over(rundir: RunDir) -> bool:
-    return rundir.launch_id is None or rundir.exit_file.exists()
 
 
 def _state(rundir: RunDir, events: list[Event]) -> str:

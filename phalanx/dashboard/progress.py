@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from rich.console import Console, Group, RenderableType
+from rich.constrain import Constrain
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Column, Table
@@ -22,6 +23,7 @@ from phalanx.spec.dump import shown
 
 _BARS = "▁▂▃▄▅▆▇█"
 _SPARK = 16  # losses in the sparkline: a third of 80 columns, minus its label
+_ECHO = 2  # columns that the panel leaves free: the ^C of a terminal would begin a new line, and the panel would be drawn twice
 _RECENT = 64  # steps from which the remaining time is estimated
 _DEVICES = {"cuda": "GPU", "cpu": "CPU"}
 _ACTIONS = {
@@ -71,8 +73,8 @@ class Display:
         """Releases the terminal; plain lines never held it."""
 
     def _print(self, text: Text) -> None:
-        # A file has no width to wrap at: one event is one line.
-        self._console.print(text, soft_wrap=True)
+        # A file has no width to wrap at: one event is one line. A terminal would break the line inside a word.
+        self._console.print(text, soft_wrap=not self._console.is_terminal)
 
 
 class LiveDisplay(Display):
@@ -100,10 +102,10 @@ class LiveDisplay(Display):
     def close(self) -> None:
         self._live.stop()
 
-    def _print(self, text: Text) -> None:
-        self._console.print(text)
-
     def _panel(self) -> RenderableType:
+        return Constrain(self._contents(), max(1, self._console.width - _ECHO))
+
+    def _contents(self) -> RenderableType:
         done, left = self._pace.step, self._pace.left(self._steps)
         bar = Table.grid(Column(no_wrap=True), Column(ratio=1), Column(no_wrap=True), expand=True, padding=(0, 1))
         bar.add_row(

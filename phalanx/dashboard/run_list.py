@@ -77,7 +77,7 @@ def run_state(rundir: RunDir, launch: Sequence[Event]) -> tuple[str, str | None]
         case Finished():
             return "finished", None
         case _:
-            return ("running" if rundir.in_use or rundir.job_is_running else "interrupted"), None
+            return ("running" if rundir.is_running else "interrupted"), None
 
 
 def list_runs(folder: Path, order: str = "when") -> list[RunInfo]:

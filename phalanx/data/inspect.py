@@ -17,6 +17,7 @@ import numpy.typing as npt
 from phalanx.data.corpus import Corpus
 from phalanx.data.dataset import Dataset
 from phalanx.data.pack import Batch, make_plan
+from phalanx.data.token_files import TokenFiles
 from phalanx.data.tokenizer import Tokenizer
 from phalanx.spec.errors import RunError
 from phalanx.spec.json_value import JsonObject
@@ -32,7 +33,7 @@ _DECODED = 64  # documents that are decoded to estimate the bytes per token
 
 
 class Lengths(Counter[int]):
-    """Document lengths without end tokens, counted exactly: even a corpus of 10¹² tokens has only a million different lengths."""
+    """Document lengths without end token, counted exactly: even a corpus of 10¹² tokens has only a million different lengths."""
 
     def add(self, lengths: _I8) -> None:
         values, counts = np.unique(lengths, return_counts=True)
@@ -84,7 +85,7 @@ class InspectReport:
     bytes_estimated: bool
     """Whether `bytes` is estimated from a few documents."""
     lengths: dict[str, float]
-    """Document length without end token: min, median, mean, p90, p99, max."""
+    """Document length: min, median, mean, p90, p99, max. An end token behind the document does not count."""
     histogram: list[tuple[int, int, int]]
     duplicates: int
     """Documents with the same tokens as an earlier one."""
@@ -117,17 +118,18 @@ def inspect(
     corpus: Corpus, tokenizer: Tokenizer | None, options: InspectOptions, progress: Callable[[int], None] = lambda tokens: None
 ) -> InspectReport:
     """Reads the whole corpus. `progress` receives the number of tokens of each portion."""
-    lengths, parts = Lengths(), [np.array([], dtype="<u8")]
+    lengths, parts, end = Lengths(), [np.array([], dtype="<u8")], _end_token(corpus, tokenizer)
     stride = np.uint64(max(1, -(-corpus.documents // _MAX_DOCUMENTS)))
     for bounds in _portions(corpus):
-        lengths.add(np.diff(bounds) - 1)
-        hashes = _hashes(corpus, bounds)
+        hashes, last = _hashes(corpus, bounds)
+        # Most documents have an end token behind them. A conversation has what its template ends with.
+        lengths.add(np.diff(bounds) - (last == end))
         # Of a very large corpus every n-th value, so that equal documents stay together.
         parts.append(hashes[hashes % stride == 0])
         progress(int(bounds[-1] - bounds[0]))
     compared = np.sort(np.concatenate(parts))
     masks = [int((~trained).sum()) for trained in _blocks(corpus.mask, 0, corpus.tokens) if trained is not None]
-    text, estimated = _text_bytes(corpus, tokenizer, options.seed)
+    text, estimated = _text_bytes(corpus, tokenizer, lengths, options.seed)
     return InspectReport(
         documents=corpus.documents,
         tokens=corpus.tokens,
@@ -146,16 +148,28 @@ def inspect(
     )
 
 
-def _hashes(corpus: Corpus, bounds: _I8) -> npt.NDArray[np.uint64]:
-    """64-bit hashes of the documents between these bounds. Ids are hashed in one dtype: corpora with equal ids may have different ones."""
+def _end_token(corpus: Corpus, tokenizer: Tokenizer | None) -> int:
+    """The end token of a corpus: as its meta file says, because `data.end_token` may have named another one than the tokenizer's own."""
+    if isinstance(corpus, TokenFiles):
+        return corpus.meta.end
+    assert tokenizer is not None, "only token files can be read without their tokenizer"
+    return tokenizer.end
+
+
+def _hashes(corpus: Corpus, bounds: _I8) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint32]]:
+    """64-bit hashes of the documents between these bounds, and their last ids. Ids are hashed in one dtype: corpora with equal ids may have
+    different ones."""
     if len(bounds) == 2:  # may be longer than memory
-        digest = hashlib.blake2b(digest_size=8)
+        digest, ids = hashlib.blake2b(digest_size=8), np.zeros(1, dtype=_HASHED_DTYPE)
         for block in _blocks(corpus.read, *bounds.tolist()):
-            digest.update(np.ascontiguousarray(block, dtype=_HASHED_DTYPE).data)
-        return np.frombuffer(digest.digest(), dtype="<u8")
-    data = np.ascontiguousarray(corpus.read(*bounds[[0, -1]].tolist()), dtype=_HASHED_DTYPE).data.cast("B")
+            ids = np.ascontiguousarray(block, dtype=_HASHED_DTYPE)
+            digest.update(ids.data)
+        return np.frombuffer(digest.digest(), dtype="<u8"), ids[-1:]
+    ids = np.ascontiguousarray(corpus.read(*bounds[[0, -1]].tolist()), dtype=_HASHED_DTYPE)
+    data = ids.data.cast("B")
     pairs = itertools.pairwise(((bounds - bounds[0]) * _HASHED_DTYPE.itemsize).tolist())
-    return np.frombuffer(b"".join(hashlib.blake2b(data[a:b], digest_size=8).digest() for a, b in pairs), dtype="<u8")
+    hashes = b"".join(hashlib.blake2b(data[a:b], digest_size=8).digest() for a, b in pairs)
+    return np.frombuffer(hashes, dtype="<u8"), ids[bounds[1:] - bounds[0] - 1]
 
 
 def padding(corpus: Corpus, length: int) -> float:
@@ -184,12 +198,12 @@ def _blocks(read: Callable[[int, int], T], low: int, high: int) -> Iterator[T]:
     return (read(begin, min(begin + _PORTION, high)) for begin in range(low, high, _PORTION))
 
 
-def _text_bytes(corpus: Corpus, tokenizer: Tokenizer | None, seed: int) -> tuple[int | None, bool]:
+def _text_bytes(corpus: Corpus, tokenizer: Tokenizer | None, lengths: Lengths, seed: int) -> tuple[int | None, bool]:
     """Bytes of the text, and whether that is an estimate."""
     if tokenizer is None:
         return None, False
     if tokenizer.name == "byte":
-        return corpus.tokens - corpus.documents, False
+        return sum(length * count for length, count in lengths.items()), False
     numbers = _draw(corpus.documents, _DECODED, seed)
     ends = [corpus.bounds(number, number + 1).tolist() for number in numbers]
     tokens = sum(stop - start for start, stop in ends)
@@ -208,7 +222,8 @@ def _excerpt(corpus: Corpus, tokenizer: Tokenizer | None, number: int, options: 
     start, stop = corpus.bounds(number, number + 1).tolist()
     ids = corpus.read(start, min(stop, start + 4 * options.characters))  # no character has more tokens than bytes
     text = None if tokenizer is None else tokenizer.decode(ids)[: options.characters]
-    return DocumentExcerpt(document=number, tokens=stop - start - 1, text=text, ids=ids[:32].tolist())
+    ended = int(corpus.read(stop - 1, stop)[0]) == _end_token(corpus, tokenizer)
+    return DocumentExcerpt(document=number, tokens=stop - start - ended, text=text, ids=ids[:32].tolist())
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,9 @@ from phalanx.data.chat import ChatTemplate, Message, template_of
 from phalanx.data.chat_turns import chat_source, stored_template, turn_end
 from phalanx.data.record_readers import BadRecord
 from phalanx.data.tokenizer import TEMPLATE_FILE
+from phalanx.evaluation.generated_text import sample_tokens
 from phalanx.evaluation.open_model import Opened
-from phalanx.models.sampling import Sampling, generate
+from phalanx.models.sampling import Sampling
 from phalanx.spec.errors import RunError
 from phalanx.spec.run import Source
 
@@ -78,7 +79,7 @@ class Conversation:
         begun = False
         # Another seed for every answer: otherwise an answer would draw the random numbers of the one before.
         sampling = replace(sampling, seed=sampling.seed + len(self.messages) // 2)
-        for token in generate(self._opened.model, prompt, tokens, -1, sampling):
+        for token in sample_tokens(self._opened, prompt, tokens, sampling, stops):
             self.tokens += 1
             self.finished = token in stops
             text = "" if self.finished else cut.push(push(token))
@@ -87,7 +88,7 @@ class Conversation:
             begun = begun or bool(text)
             if text:
                 yield text
-            if self.finished or cut.found:
+            if cut.found:
                 self.finished = True
                 break
         if rest := cut.rest():

@@ -1,7 +1,8 @@
-"""Text that an opened model continues, as one value. Called by `px.generate`."""
+"""Text that an opened model continues, token by token or as one value. Called by `px.generate`, `phalanx generate` and conversations."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from phalanx.evaluation.open_model import Opened
@@ -28,15 +29,29 @@ class Generation:
         return self.prompt + self.text
 
 
-def sample_text(opened: Opened, prompt: str, tokens: int, sampling: Sampling) -> Generation:
-    """Up to so many tokens after the prompt. Without a prompt, the model continues the end of a previous document."""
+def sample_tokens(
+    opened: Opened, prompt: Sequence[int], tokens: int, sampling: Sampling, stops: Collection[int | None]
+) -> Iterator[int]:
+    """Up to so many tokens after the prompt. One of `stops` is the last."""
+    for token in generate(opened.model, prompt, tokens, -1, sampling):
+        yield token
+        if token in stops:
+            return
+
+
+def sample_text(
+    opened: Opened, prompt: str, tokens: int, sampling: Sampling, on_text: Callable[[str], object] = lambda piece: None
+) -> Generation:
+    """Up to so many tokens after the prompt. Without a prompt, the model continues the end of a previous document. `on_text` receives the
+    text piece by piece."""
     tokenizer = opened.tokenizer
     start = [int(token) for token in tokenizer.encode(prompt)] or [tokenizer.end]
+    push = tokenizer.stream()
     sampled: list[int] = []
-    for token in generate(opened.model, start, tokens, -1, sampling):
+    for token in sample_tokens(opened, start, tokens, sampling, opened.stops):
         sampled.append(token)
-        if token in opened.stops:
-            break
+        if token != tokenizer.end:
+            on_text(push(token))
     return Generation(
         prompt=prompt,
         text=tokenizer.decode(sampled),

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 _LOCK_TRIES, _LOCK_SECONDS = 3, 0.02
+_SIGN_OF_LIFE = 60.0  # seconds since its last sign of life after which a controller counts as gone
 
 
 class RunDir:
@@ -26,6 +27,7 @@ class RunDir:
         self.tokenizer = path / "tokenizer"
         self.control = path / "control"
         self.request_file = path / "request.toml"
+        self.settings_file = self.control / "settings.json"
         self.exit_file = self.control / "exit_code"
         self.stop_file = self.control / "stop"
         self.job_file = path / "kubernetes.json"
@@ -85,6 +87,25 @@ class RunDir:
     def launch_id(self, value: str) -> None:
         self.control.mkdir(exist_ok=True)
         replace_file(self.control / "launch", value)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a process trains here, as far as this machine knows. Everybody who shows, follows or stops a run asks this.
+
+        The launch file proves nothing: a launcher that is killed leaves it behind. The lock ends with its process, however that ends.
+        """
+        return self.in_use or self.job_is_running or self._controller_lives
+
+    @property
+    def _controller_lives(self) -> bool:
+        """Whether a run that was started on each host by itself has outlived the host with the lock: its controller touches its file."""
+        if not self.settings_file.exists() or self.exit_file.exists():
+            return False
+        touched = [0.0]
+        for path in self.control.glob("node-*"):
+            with contextlib.suppress(OSError):
+                touched.append(path.stat().st_mtime)
+        return time.time() - max(touched) < _SIGN_OF_LIFE
 
     @property
     def job_is_running(self) -> bool:

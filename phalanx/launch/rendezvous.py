@@ -65,7 +65,7 @@ class FolderRendezvous:
     registry, shared = "folder", True
 
     def __init__(self, rundir: RunDir, launch: str):
-        self.launch, self._rundir, self._path = launch, rundir, rundir.control / "settings.json"
+        self.launch, self._rundir, self._path = launch, rundir, rundir.settings_file
 
     def over(self) -> int | None:
         return None

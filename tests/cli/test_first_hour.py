@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
+import os
+import pty
 import re
+import struct
+import subprocess
 import sys
-from dataclasses import replace
+import termios
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
-from commands import Workshop
+import typer.main
+from commands import PATIENCE, InProcess, Workshop
 
 import phalanx as px
-from phalanx.calibration.bench_process import plan_of, small_run
-from phalanx.dashboard.numbers import visible
-from phalanx.dashboard.pictures import schedule_text
-from phalanx.host.probe import lacks_instructions
-from phalanx.launch.run_checks import format_notices
-from phalanx.schedules.makers import make
-from phalanx.schedules.timing import simulate
+from phalanx.cli.main import app
 
 PHALANX = [sys.executable, "-m", "phalanx"]
 
@@ -51,10 +54,23 @@ def test_a_setting_with_dashes_is_told_how_to_write_it(folder: Workshop) -> None
     assert not (folder.path / "runs").exists()
 
 
-def test_help_shows_flags_by_their_names(folder: Workshop) -> None:
-    ended = folder.run("train", "--help", program=PHALANX)
-    (line,) = [line for line in ended.out.splitlines() if "--fresh" in line]
-    assert "<bool>" not in line, ended
+def _commands(command: Any, *words: str) -> Iterator[tuple[Any, tuple[str, ...]]]:
+    """The command and all below it, each with the words that call it."""
+    yield command, words
+    for name, verb in getattr(command, "commands", {}).items():
+        yield from _commands(verb, *words, name)
+
+
+def test_help_of_every_command_shows_flags_by_their_names(here: InProcess) -> None:
+    commands = list(_commands(typer.main.get_command(app)))
+    assert len(commands) > 30
+    for command, words in commands:
+        ended = here(*words, "--help")
+        assert ended.code == 0 and "--help" in ended.out, ended
+        assert not re.search(r"<bool>|\bBOOLEAN\b", ended.out, re.IGNORECASE), ended
+        for flag in [option for option in command.params if getattr(option, "is_flag", False)]:
+            (line,) = [line for line in ended.out.splitlines() if re.search(rf"^│[ *]+{flag.opts[0]}\b", line)]
+            assert not re.search(r"<|BOOL", line), line
 
 
 INTERRUPTED = """
@@ -80,37 +96,41 @@ def test_an_interrupt_while_the_command_loads_has_no_traceback(folder: Workshop,
     assert ended.code == 130 and "Traceback" not in ended.err, ended
 
 
-def test_control_characters_are_shown_not_obeyed() -> None:
-    assert visible("a\x1b[2Jb\x07\n\tü\x00") == "a\\x1b[2Jb\\x07\n\tü\\x00"
+def on_a_terminal(folder: Workshop, columns: int, *words: str) -> str:
+    """What a command shows on a terminal of this width."""
+    screen, terminal = pty.openpty()
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    env = folder.env({"TERM": "xterm", "NO_COLOR": "1"})
+    process = subprocess.Popen(
+        [*PHALANX, *words], cwd=folder.path, env=env, stdin=terminal, stdout=terminal, stderr=terminal, close_fds=True
+    )
+    os.close(terminal)
+    shown = b""
+    with contextlib.suppress(OSError):  # the other side is closed
+        while piece := os.read(screen, 65536):
+            shown += piece
+    os.close(screen)
+    assert process.wait(PATIENCE) == 0, shown
+    return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown.decode()).replace("\r\n", "\n")
 
 
-def test_a_wide_schedule_continues_below() -> None:
-    timeline = simulate(make("1f1b", 4, 8, None))
-    whole, folded = schedule_text(timeline), schedule_text(timeline, width=60)
-    assert len(whole) == 4 and max(map(len, whole)) > 60
-    assert max(map(len, folded)) <= 60
-    rows = [[line for line in folded if line.startswith(f"rank {rank}")] for rank in range(4)]
-    joined = [" ".join(cell for line in lines for cell in line[8:].split()) for lines in rows]
-    assert joined == [" ".join(line[8:].split()) for line in whole]
+@pytest.mark.parametrize("columns", [60, 100])
+def test_a_schedule_fits_in_its_terminal(folder: Workshop, columns: int) -> None:
+    shown = on_a_terminal(folder, columns, "schedule", "1f1b", "--ranks", "4", "--microbatches", "16")
+    rows = [line for line in shown.splitlines() if line.startswith("rank ")]
+    assert len(rows) > 4 and max(map(len, rows)) <= columns, shown
+    for rank in range(4):
+        cells = " ".join(row for row in rows if row.startswith(f"rank {rank}")).split()
+        assert [cell for cell in cells if cell.startswith("F")] == [f"F{number}" for number in range(16)]
 
 
-def test_a_format_that_the_processor_lacks_is_reported() -> None:
-    plan = plan_of(small_run((64, 1, 16, 1), "cpu", "bf16"))
-    (notice,) = format_notices(plan, lambda compute: True)
-    assert 'precision.compute = "bf16": this CPU has no instructions for it' in notice
-    assert format_notices(plan, lambda compute: False) == format_notices(replace(plan, compute="fp32")) == []
-    cpus = {
-        "old": "fma avx2 avx512f",
-        "new": "avx2 avx512f avx512_bf16 amx_bf16 avx512_fp16",
-        "arm": "asimd asimdhp",
-        "unknown": "",
-    }
-    lacking = {
-        name: [form for form in ("bf16", "fp16", "fp8") if lacks_instructions(form, {"flags": flags})]
-        for name, flags in cpus.items()
-    }
-    assert lacking == {"old": ["bf16", "fp16", "fp8"], "new": ["fp8"], "arm": ["bf16", "fp8"], "unknown": ["fp8"]}
-    assert not lacks_instructions("fp32", {"flags": cpus["old"]})
+def test_a_slow_format_is_reported_before_it_trains(folder: Workshop) -> None:
+    """No CPU multiplies fp8."""
+    ended = folder.run("train", "tiny.toml", "train.steps=1", "precision.compute=fp8", "--run-dir", "slow", program=PHALANX)
+    assert ended.code == 0, ended
+    (warning,) = [line for line in ended.shown.splitlines() if "fp8" in line and line.startswith("warning: ")]
+    assert 'precision.compute = "fp8": this CPU has no instructions for it' in warning
+    assert ended.shown.index(warning) < ended.shown.index("step 1/1"), ended
 
 
 def test_public_names_are_listed_and_found() -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from commands import FinishedRuns, Workshop, escaped
 
+import phalanx as px
 from phalanx.cli.main import main
 
 Generate = Callable[..., str]
@@ -47,6 +48,16 @@ def test_generate_json(generate: Generate) -> None:
     assert (answer["step"], answer["damaged"]) == (8, [])
     assert answer["checkpoint"] == "ranks-2/checkpoints/step-00000008"
     assert plain == f"def {escaped(answer['text'])}\n"
+
+
+def test_the_command_writes_what_px_generate_returns(generate: Generate) -> None:
+    """The same tokens; the command shows them as they come."""
+    sampling = px.Sampling(temperature=0.9, top_k=40, seed=5)
+    returned = px.generate("ranks-2", "a rank", tokens=30, sampling=sampling, device="cpu")
+    options = ("ranks-2", "a rank", "--tokens", 30, "--temperature", 0.9, "--top-k", 40, "--seed", 5)
+    assert generate(*options) == f"{escaped(str(returned))}\n"
+    answer = json.loads(generate(*options, "--json"))
+    assert (answer["text"], answer["tokens"]) == (returned.text, len(returned.tokens))
 
 
 def test_generate_is_reproducible_by_seed(generate: Generate) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from phalanx.dashboard.numbers import count, duration, flops, number, percent, size
+from phalanx.dashboard.numbers import count, duration, flops, number, percent, size, visible
 
 
 @pytest.mark.parametrize(
@@ -68,3 +68,7 @@ def test_number_shows_what_is_not_finite(value: float, text: str) -> None:
 @pytest.mark.parametrize("value", [None, math.nan, math.inf, -math.inf, "nan"])
 def test_nothing_is_too_odd(form: Any, value: Any) -> None:
     assert form(value) in {"–", "nan", "inf", "-inf"}
+
+
+def test_control_characters_are_shown_not_obeyed() -> None:
+    assert visible("a\x1b[2Jb\x07\n\tü\x00") == "a\\x1b[2Jb\\x07\n\tü\\x00"

@@ -103,6 +103,18 @@ def test_warnings_have_their_colour() -> None:
     assert "\x1b[33mstep 7 skipped" in file.getvalue()
 
 
+def test_lines_on_a_terminal_break_between_words(started: Make) -> None:
+    """In a file, every event is one line."""
+    texts = {}
+    for terminal in (True, False):
+        file = io.StringIO()
+        display(Console(file=file, width=40, force_terminal=terminal, color_system=None), 10, 1, live=False).show(started())
+        texts[terminal] = file.getvalue()
+    rows = texts[True].splitlines()
+    assert len(rows) > 1 and all(len(row) <= 40 for row in rows)
+    assert texts[False].splitlines() == [" ".join(row.strip() for row in rows)]
+
+
 def last_panel(output: str) -> list[str]:
     """The rows of the terminal's last frame, as a person sees them."""
     return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", output).rstrip().splitlines()[-4:]
@@ -119,7 +131,8 @@ def test_live_panel_holds_everything_in_80_columns(step: Make, started: Make) ->
     shown.close()
     panel = last_panel(file.getvalue())
     text = "\n".join(panel)
-    assert all(len(row) <= 80 for row in panel)
+    assert all(len(row) <= 80 - len("^C") for row in panel), "what a terminal shows of Ctrl-C would begin a new line"
+    assert "…" not in text
     for part in (
         "step 120/300", "40.0%", "4 min 00 s, 6 min 00 s left", "loss     8.8000", "held-out 2.4012", "500 tok/s",
         "1.24 TFLOP/s", "MFU      41.2%", "norm     0.81", "3.00e-04", "3.0 GiB", "█▇",

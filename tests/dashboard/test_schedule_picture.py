@@ -63,3 +63,13 @@ def test_picture_of_very_much_stays_a_picture(tmp_path: Path) -> None:
     draw_schedule(made, simulate(made), tmp_path / "big.png")
     width, height = struct.unpack(">II", (tmp_path / "big.png").read_bytes()[16:24])
     assert width <= 6000 and height <= 5000
+
+
+def test_a_wide_schedule_continues_below() -> None:
+    timeline = simulate(make("1f1b", 4, 8, None))
+    whole, folded = schedule_text(timeline), schedule_text(timeline, width=60)
+    assert len(whole) == 4 and max(map(len, whole)) > 60
+    assert max(map(len, folded)) <= 60
+    rows = [[line for line in folded if line.startswith(f"rank {rank}")] for rank in range(4)]
+    joined = [" ".join(cell for line in lines for cell in line[8:].split()) for lines in rows]
+    assert joined == [" ".join(line[8:].split()) for line in whole]

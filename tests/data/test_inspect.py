@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import statistics
 from collections import Counter
 from pathlib import Path
@@ -10,13 +11,17 @@ from typing import Any
 import numpy as np
 import pytest
 from corpora import write_token_files
+from small_tokenizers import CHATML, save_bpe
+from tokenizers import Tokenizer
 
 from phalanx.data import inspect as module
 from phalanx.data.corpus import MemoryCorpus, TextFileCorpus
+from phalanx.data.dataset import open_corpus
 from phalanx.data.inspect import DocumentExcerpt, InspectOptions, Lengths, inspect, padding
 from phalanx.data.pack import BestFitPacking
 from phalanx.data.token_files import TokenFiles
-from phalanx.data.tokenizer import ByteTokenizer
+from phalanx.data.tokenizer import ByteTokenizer, open_tokenizer
+from phalanx.spec.run import Data
 
 WORDS = ByteTokenizer()
 
@@ -126,6 +131,40 @@ def test_inspect_token_files_with_masks_and_without_a_tokenizer(tmp_path: Path) 
     assert found.masked_tokens == 1 + 3  # a document's end is trained on if its last token is
     assert found.bytes is None
     assert found.sample[0] == DocumentExcerpt(document=0, tokens=3, text=None, ids=[1, 2, 3, 256])
+
+
+@pytest.mark.parametrize("ends_turns", ["<|im_end|>", "<|endoftext|>"])
+def test_inspect_counts_every_token_of_a_conversation(tmp_path: Path, ends_turns: str) -> None:
+    """A conversation ends as its template ends it, here with a new line: no end token is behind it."""
+    template = CHATML.replace("<|im_end|>", ends_turns)
+    name = str(save_bpe(tmp_path / "words", template=template))
+    talks = [[("user", "What is asked?"), ("assistant", "This is answered." * times)] for times in (1, 2, 7)]
+    records = [{"messages": [{"role": role, "content": text} for role, text in talk]} for talk in talks]
+    (tmp_path / "chat.jsonl").write_text("\n".join(map(json.dumps, records)))
+    data = Data(source="chat", paths=(str(tmp_path / "chat.jsonl"),), tokenizer=name, cache=str(tmp_path / "cache"))
+    words = open_tokenizer(name)
+    corpus, _ = open_corpus(data, data, words, None)
+    found = inspect(corpus, words, InspectOptions())
+    library = Tokenizer.from_file(str(tmp_path / "words" / "tokenizer.json"))
+    texts = ["".join(f"<|im_start|>{role}\n{text}{ends_turns}\n" for role, text in talk) for talk in talks]
+    lengths = [len(library.encode(text).ids) for text in texts]
+    assert found.lengths == expected_lengths(lengths) and found.tokens == sum(lengths)
+    assert [sample.tokens for sample in found.sample] == lengths
+    assert inspect(corpus, None, InspectOptions()).lengths == found.lengths
+
+
+def test_inspect_does_not_count_the_end_token_behind_a_conversation(tmp_path: Path) -> None:
+    """The plain template ends an answer with no token of its own; a conversation that ends with a question has no end token at all."""
+    question, answer = {"role": "user", "content": "ask"}, {"role": "assistant", "content": "say"}
+    records = [{"messages": messages} for messages in ([question, answer], [question, answer, question])]
+    (tmp_path / "chat.jsonl").write_text("\n".join(map(json.dumps, records)))
+    data = Data(source="chat", paths=(str(tmp_path / "chat.jsonl"),), template="plain", cache=str(tmp_path / "cache"))
+    corpus, _ = open_corpus(data, data, WORDS, None)
+    found = inspect(corpus, WORDS, InspectOptions())
+    texts = ["User: ask\n\nAssistant: say\n\n", "User: ask\n\nAssistant: say\n\nUser: ask\n\n"]
+    assert [sample.text for sample in found.sample] == texts
+    assert [sample.tokens for sample in found.sample] == [len(text) for text in texts]
+    assert (found.bytes, found.tokens) == (sum(map(len, texts)), sum(map(len, texts)) + 1)
 
 
 def test_inspect_an_empty_corpus() -> None:

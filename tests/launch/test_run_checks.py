@@ -10,12 +10,14 @@ import pytest
 from object_store import ACCESS
 from ranks import tiny_run
 
+from phalanx.calibration.bench_process import plan_of, small_run
 from phalanx.checkpointing.format import Marker, RunMetadata
 from phalanx.checkpointing.location import open_location
 from phalanx.events.log import EventLog
 from phalanx.events.records import Saved
 from phalanx.events.rundir import RunDir
-from phalanx.launch.run_checks import check_lost, check_owner, locations, storage_problems
+from phalanx.host.probe import lacks_instructions
+from phalanx.launch.run_checks import check_lost, check_owner, format_notices, locations, storage_problems
 from phalanx.spec.dump import dump
 from phalanx.spec.errors import RunError
 from phalanx.spec.run import Run
@@ -101,3 +103,22 @@ def test_a_run_whose_checkpoints_are_elsewhere_does_not_begin_again(tmp_path: Pa
     (tmp_path / "new" / "step-00000008.replaced.partial").mkdir(parents=True)  # a save killed between its two renames
     check_lost(found, rundir)
     assert (tmp_path / "new" / "step-00000008").is_dir()
+
+
+def test_a_format_that_the_processor_lacks_is_reported() -> None:
+    plan = plan_of(small_run((64, 1, 16, 1), "cpu", "bf16"))
+    (notice,) = format_notices(plan, lambda compute: True)
+    assert 'precision.compute = "bf16": this CPU has no instructions for it' in notice
+    assert format_notices(plan, lambda compute: False) == format_notices(replace(plan, compute="fp32")) == []
+    cpus = {
+        "old": "fma avx2 avx512f",
+        "new": "avx2 avx512f avx512_bf16 amx_bf16 avx512_fp16",
+        "arm": "asimd asimdhp",
+        "unknown": "",
+    }
+    lacking = {
+        name: [form for form in ("bf16", "fp16", "fp8") if lacks_instructions(form, {"flags": flags})]
+        for name, flags in cpus.items()
+    }
+    assert lacking == {"old": ["bf16", "fp16", "fp8"], "new": ["fp8"], "arm": ["bf16", "fp8"], "unknown": ["fp8"]}
+    assert not lacks_instructions("fp32", {"flags": cpus["old"]})
