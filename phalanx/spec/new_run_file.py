@@ -99,6 +99,10 @@ def _data(answers: Answers, conversations: bool) -> str:
     if answers.goal != "finetune" or answers.tokenizer is not None:
         known = answers.tokenizer or "byte"
         rows.append(("tokenizer", known, "every byte is a token; or a folder with a tokenizer.json" if known == "byte" else ""))
+        if conversations and known == "byte":
+            rows.append(("template", "plain", "bytes have no chat template; or a Jinja file"))
+    if conversations:
+        rows.append(("packing", "best-fit", "no conversation is cut in two"))
     return _table("data", *rows)
 
 

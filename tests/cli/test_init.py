@@ -87,6 +87,16 @@ def test_conversations_are_recognized(tmp_path: Path) -> None:
     assert tomllib.loads(chat)["data"]["source"] == "chat" and "source" not in tomllib.loads(plain)["data"]
 
 
+def test_a_new_run_on_conversations_starts_and_cuts_none_of_them(tmp_path: Path) -> None:
+    """Bytes have no chat template of their own, so the file names one."""
+    turns = [{"role": "user", "content": "How many ranks?"}, {"role": "assistant", "content": "As many as there are GPUs."}]
+    (tmp_path / "chat.jsonl").write_text((json.dumps({"messages": turns}) + "\n") * 50)
+    assert phalanx(tmp_path, "init", "--goal", "pretrain", "--data", "chat.jsonl", "--steps", "4").code == 0
+    dry = phalanx(tmp_path, "train", "run.toml", "cluster.cpu_ranks=1", "--dry-run", "--json")
+    assert dry.code == 0, dry
+    assert dry.json["documents"] == 50 and loads(dry.json["toml"]).data.packing == "best-fit"
+
+
 @pytest.mark.parametrize("gpus", [True, False])
 @pytest.mark.parametrize("model", [None, "gpt2-124m", "llama3-8b", "deepseek-v3"])
 def test_every_answer_gives_a_file_that_loads(model: str | None, gpus: bool) -> None:
