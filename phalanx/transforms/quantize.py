@@ -208,8 +208,8 @@ def apply(
 ) -> dict[str, QuantizedTensor]:
     """Make the linear layers and the experts of all blocks hold their matrices quantized; returns these by parameter name.
 
-    `slices`: what this rank has of each parameter. `dtype`: a 16-bit format in which FSDP2 does not convert parameters; the bits are ours. It
-    converts parameters of integer formats, up to torch 2.12.
+    `slices`: what this rank has of each parameter. `dtype`: the 16-bit format in which FSDP2 gathers parameters, so that it does not convert them; the
+    bits are ours. Whether it converts integers depends on the version of torch.
     """
     pairs = level_pairs(device)
     matrices: dict[str, QuantizedTensor] = {}
