@@ -107,8 +107,10 @@ def unpack(stored: Tensor, how: Packing, pairs: Tensor, dtype: torch.dtype) -> T
     scales = data[..., how.code_bytes :].view(torch.float32)
     if how.format == "int8":
         return (data[..., : how.columns].view(torch.int8) * scales).to(dtype)
-    # Not F.embedding: a compiler would keep its result for the backward.
-    values = pairs[data[..., : how.code_bytes].int()].view(*scales.shape, BLOCK)
+    codes = data[..., : how.code_bytes].int()
+    # A compiler would keep the result of an embedding for the backward; a GPU would convert indices to 64 bits.
+    found = pairs[codes] if torch.compiler.is_compiling() else F.embedding(codes, pairs)
+    values = found.view(*scales.shape, BLOCK)
     rows = values.mul_(scales[..., None]).to(dtype).flatten(-2)
     return rows[..., how.skip : how.skip + how.columns]
 
@@ -206,8 +208,8 @@ def apply(
 ) -> dict[str, QuantizedTensor]:
     """Make the linear layers and the experts of all blocks hold their matrices quantized; returns these by parameter name.
 
-    `slices`: what this rank has of each parameter. `dtype`: a 16-bit format in which FSDP2 does not convert parameters; the bits are ours. It
-    converts parameters of integer formats, up to torch 2.12.
+    `slices`: what this rank has of each parameter. `dtype`: the 16-bit format in which FSDP2 gathers parameters, so that it does not convert them; the
+    bits are ours. Whether it converts integers depends on the version of torch.
     """
     pairs = level_pairs(device)
     matrices: dict[str, QuantizedTensor] = {}

@@ -87,7 +87,9 @@ def test_opened_and_merged_models_are_the_model_in_training(family: str, targets
     torch.testing.assert_close(theirs, live, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize(("family", "targets", "base"), [("llama-3.1", None, "nf4"), ("mixtral", EXPERTS, "int8")])
+@pytest.mark.parametrize(
+    ("family", "targets", "base"), [("llama-3.1", None, "nf4"), ("gpt2", ["key", "up"], "nf4"), ("mixtral", EXPERTS, "int8")]
+)
 def test_a_quantized_base_is_merged_as_it_was_trained_on(
     family: str, targets: list[str] | None, base: str, tmp_path: Path
 ) -> None:

@@ -213,6 +213,7 @@ ROWS: dict[str, tuple[str, dict[str, Any], Lora, dict[str, Any]]] = {
     "pipeline × shard": ("gpt", {"pipeline": 2, "shard": 2}, Lora(), {}),
     "tensor × shard": ("dense", {"tensor": 2, "shard": 2}, Lora(), {}),
     "pipeline × tensor, adapters": ("gpt", {"pipeline": 2, "tensor": 2, "sequence": True}, Lora(rank=3), {}),
+    "tensor × shard, quantized": ("dense", {"tensor": 2, "shard": 2}, Lora(rank=4, base="nf4", dropout=0.2), {}),
     "context": ("dense", {"context": 2, "data": 2}, Lora(), {}),
     "experts": ("moe", {"shard": 2, "zero": 1, "expert": 2}, Lora(), {}),
     "local steps": ("dense", {"data": 2}, Lora(), {"optimizer": Optimizer(sync_every=2)}),
