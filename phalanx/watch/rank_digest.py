@@ -1,0 +1,108 @@
+"""What the ranks of a run have reported of themselves, in columns: where each runs, and the time, memory and messages of its measured steps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from phalanx.spec.json_value import JsonObject
+from phalanx.watch.columns import Columns
+from phalanx.watch.record_values import Record, count, number, parse, table, text, total, whole
+
+PARTS = ("compute", "tensor", "context", "expert", "data", "bubble", "optimizer", "loading", "other")
+"""Parts of a measured step, as `step_timed` names them."""
+WAITS = ("tensor", "context", "expert", "data", "bubble")
+"""Those of them in which a rank waits for others."""
+MEMORY = ("parameters", "gradients", "optimizer", "activations")
+MAX_RANKS = 1 << 20
+_MAX_NAMES = 100_000
+_MAX_APPLIED = 20_000
+
+
+class RankDigest:
+    """Records of single ranks, in the order of the file."""
+
+    def __init__(self) -> None:
+        self.generation = 0
+        """Counts launches and failures: the records between two of them belong together."""
+        self.started = Columns({"rank": "i4", "time": "f8", "host": "i4", "device": "i4", "pid": "i8", "generation": "i4"})
+        self.timed = Columns(
+            {"rank": "i4", "time": "f8", "step": "i8", "seconds": "f4", "generation": "i4"} | dict.fromkeys(PARTS, "f4")
+        )
+        self.accounted = Columns(
+            {"rank": "i4", "time": "f8", "step": "i8", "generation": "i4", "sent": "f8", "flops": "f8", "repeated": "f8"}
+            | dict.fromkeys(MEMORY, "f8")
+        )
+        self.applied: dict[int, JsonObject] = {}
+        """The newest `model_placed` of each rank."""
+        self.names: list[str] = []
+        """Hosts and devices, which the columns hold by index."""
+        self._index: dict[str, int] = {}
+        self.kinds: dict[str, Callable[[int, Record], None]] = {
+            "worker_started": self._started,
+            "model_placed": self._placed,
+            "step_timed": self._timed,
+            "step_accounted": self._accounted,
+        }
+        self._prefixes = tuple(f'{{"event": "{kind}", '.encode() for kind in self.kinds)
+
+    def begin_generation(self) -> None:
+        self.generation += 1
+
+    def is_own(self, line: bytes) -> bool:
+        """Whether a line is a record of a rank, without parsing it."""
+        return line.startswith(self._prefixes)
+
+    def add_line(self, line: bytes) -> bool:
+        """Add a record of a rank; False if the line is broken."""
+        record = parse(line)
+        return record is not None and self.add(record)
+
+    def add(self, record: Record) -> bool:
+        """Add a record; False if it is none of a rank."""
+        add, rank = self.kinds.get(text(record, "event", 40)), whole(record, "rank")
+        if add is None or rank is None or rank >= MAX_RANKS:
+            return False
+        add(rank, record)
+        return True
+
+    @property
+    def count(self) -> int:
+        """Ranks that have reported anything, counted from 0."""
+        return max((int(columns["rank"].max()) + 1 for columns in (self.started, self.timed, self.accounted) if len(columns)), default=0)
+
+    @property
+    def bytes(self) -> int:
+        return self.started.bytes + self.timed.bytes + self.accounted.bytes
+
+    def _name(self, name: str) -> int:
+        index = self._index.get(name)
+        if index is None:
+            if len(self.names) >= _MAX_NAMES:
+                return 0
+            index = self._index[name] = len(self.names)
+            self.names.append(name)
+        return index
+
+    def _started(self, rank: int, record: Record) -> None:
+        host, device = self._name(text(record, "host", 200)), self._name(text(record, "device", 80))
+        self.started.append((rank, number(record, "time"), host, device, count(record, "pid"), self.generation))
+
+    def _placed(self, rank: int, record: Record) -> None:
+        if len(self.applied) >= _MAX_APPLIED and rank not in self.applied:
+            return
+        applied = table(record, "applied")
+        techniques: JsonObject = {name[:80]: text(applied, name, 300) for name in list(applied)[:20]}
+        self.applied[rank] = {"applied": techniques} | {name: count(record, name) for name in (*MEMORY[:3], "files")}
+
+    def _timed(self, rank: int, record: Record) -> None:
+        parts = table(record, "parts")
+        spent = [0.0 if math.isnan(value := number(parts, name)) else value for name in PARTS]
+        row = (rank, number(record, "time"), count(record, "step"), number(record, "seconds"), self.generation)
+        self.timed.append((*row, *spent))
+
+    def _accounted(self, rank: int, record: Record) -> None:
+        memory, flops = table(record, "memory"), table(record, "flops")
+        row = (rank, number(record, "time"), count(record, "step"), self.generation, total(table(record, "sent")))
+        work = (number(flops, "all"), number(flops, "repeated"))
+        self.accounted.append((*row, *work, *(number(memory, name) for name in MEMORY)))
