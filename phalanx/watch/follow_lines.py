@@ -9,7 +9,7 @@ from pathlib import Path
 
 MAX_LINE = 1 << 20
 """Bytes of the longest line that is read; a longer one is skipped."""
-BLOCK = 4 << 20
+BLOCK = 2 << 20
 """Bytes that are read at once."""
 _PROBE = 64
 

@@ -216,7 +216,7 @@ def rank_story(run: FollowedRun, rank: int) -> JsonObject:
     labels: JsonObject = {part: label for part, (label, _) in MEASURED_PARTS.items()}
     return {
         "rank": rank, "place": dict[str, Json](place), "starts": starts, "timed": timed_rows, "accounted": accounted,
-        "placed": own.applied.get(rank), "events": events, "labels": labels, "colors": {part: STEP.get(part, OTHER_COLOR) for part in PARTS},
+        "placed": own.placed(rank), "events": events, "labels": labels, "colors": {part: STEP.get(part, OTHER_COLOR) for part in PARTS},
         "log": run.log_tail(rank),
     }  # fmt: skip
 

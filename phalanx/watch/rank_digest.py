@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+import re
 from collections.abc import Callable
 
 from phalanx.spec.json_value import JsonObject
@@ -14,9 +16,13 @@ PARTS = ("compute", "tensor", "context", "expert", "data", "bubble", "optimizer"
 WAITS = ("tensor", "context", "expert", "data", "bubble")
 """Those of them in which a rank waits for others."""
 MEMORY = ("parameters", "gradients", "optimizer", "activations")
+_NO_PARTS = [0.0] * len(PARTS)
 MAX_RANKS = 1 << 20
 _MAX_NAMES = 100_000
+_MAX_PLACED = 8192
 _MAX_APPLIED = 20_000
+_PLACED = b'{"event": "model_placed", '
+_RANK = re.compile(rb'"rank": (\d{1,7}),')
 
 
 class RankDigest:
@@ -33,14 +39,14 @@ class RankDigest:
             {"rank": "i4", "time": "f8", "step": "i8", "generation": "i4", "sent": "f8", "flops": "f8", "repeated": "f8"}
             | dict.fromkeys(MEMORY, "f8")
         )
-        self.applied: dict[int, JsonObject] = {}
-        """The newest `model_placed` of each rank."""
+        self._placed: dict[int, bytes] = {}
+        """The newest `model_placed` of each rank, as it was read: only that of a rank that somebody looks at is parsed."""
         self.names: list[str] = []
         """Hosts and devices, which the columns hold by index."""
         self._index: dict[str, int] = {}
         self.kinds: dict[str, Callable[[int, Record], None]] = {
             "worker_started": self._started,
-            "model_placed": self._placed,
+            "model_placed": self._add_placed,
             "step_timed": self._timed,
             "step_accounted": self._accounted,
         }
@@ -55,6 +61,9 @@ class RankDigest:
 
     def add_line(self, line: bytes) -> bool:
         """Add a record of a rank; False if the line is broken."""
+        if line.startswith(_PLACED) and (match := _RANK.search(line)) is not None:
+            self._keep_placed(int(match[1]), line)
+            return True
         record = parse(line)
         return record is not None and self.add(record)
 
@@ -73,7 +82,7 @@ class RankDigest:
 
     @property
     def bytes(self) -> int:
-        return self.started.bytes + self.timed.bytes + self.accounted.bytes
+        return 500 * len(self._placed) + self.started.bytes + self.timed.bytes + self.accounted.bytes
 
     def _name(self, name: str) -> int:
         index = self._index.get(name)
@@ -88,16 +97,25 @@ class RankDigest:
         host, device = self._name(text(record, "host", 200)), self._name(text(record, "device", 80))
         self.started.append((rank, number(record, "time"), host, device, count(record, "pid"), self.generation))
 
-    def _placed(self, rank: int, record: Record) -> None:
-        if len(self.applied) >= _MAX_APPLIED and rank not in self.applied:
-            return
+    def _add_placed(self, rank: int, record: Record) -> None:
+        self._keep_placed(rank, json.dumps(record).encode())
+
+    def _keep_placed(self, rank: int, line: bytes) -> None:
+        if len(line) <= _MAX_PLACED and (len(self._placed) < _MAX_APPLIED or rank in self._placed):
+            self._placed[rank] = line
+
+    def placed(self, rank: int) -> JsonObject | None:
+        """Techniques that were applied to the rank's part of the model, and its bytes; None if it has not said so."""
+        record = parse(self._placed.get(rank, b""))
+        if record is None:
+            return None
         applied = table(record, "applied")
         techniques: JsonObject = {name[:80]: text(applied, name, 300) for name in list(applied)[:20]}
-        self.applied[rank] = {"applied": techniques} | {name: count(record, name) for name in (*MEMORY[:3], "files")}
+        return {"applied": techniques} | {name: count(record, name) for name in (*MEMORY[:3], "files")}
 
     def _timed(self, rank: int, record: Record) -> None:
         parts = table(record, "parts")
-        spent = [0.0 if math.isnan(value := number(parts, name)) else value for name in PARTS]
+        spent = [0.0 if math.isnan(value := number(parts, name)) else value for name in PARTS] if parts else _NO_PARTS
         row = (rank, number(record, "time"), count(record, "step"), number(record, "seconds"), self.generation)
         self.timed.append((*row, *spent))
 

@@ -10,6 +10,7 @@ from typing import TypeAlias, cast
 from phalanx.spec.json_value import Json, JsonObject
 
 Record: TypeAlias = JsonObject
+_DECODE = json.JSONDecoder().raw_decode
 _EXACT = 1 << 53
 """Integers below it are exact in JavaScript, too."""
 
@@ -17,7 +18,10 @@ _EXACT = 1 << 53
 def parse(line: bytes) -> Record | None:
     """The record on a line; None if it is no JSON object."""
     try:
-        table = json.loads(line)
+        # As json.loads, which would also look for other encodings: a large run has a million lines.
+        table, end = _DECODE(line.decode())
+        if end != len(line) and not line[end:].isspace():
+            table = json.loads(line)
     except (ValueError, RecursionError):
         return None
     return table if isinstance(table, dict) else None
@@ -26,6 +30,8 @@ def parse(line: bytes) -> Record | None:
 def number(record: Mapping[str, Json], key: str) -> float:
     """A number, or the strings "nan", "inf" and "-inf"; NaN for anything else."""
     value = record.get(key)
+    if type(value) is float:
+        return value
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return math.nan
     try:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
+from operator import itemgetter
 
 import numpy as np
 
@@ -23,6 +24,7 @@ STEP_COLUMNS = (
 )  # fmt: skip
 """Fields of a `step` record with a column each, after `step` itself."""
 _STEP = b'{"event": "step", '
+_STEP_VALUES = itemgetter(*STEP_COLUMNS)
 MAX_ROWS = 5000
 """Newest records of one rare kind that are kept."""
 _MAX_UNDONE = 100_000
@@ -89,7 +91,8 @@ class Digest:
         for line in lines:
             if line.startswith(_STEP):
                 if (record := parse(line)) is not None:
-                    self._add(record, _step)
+                    if not self._add_usual_step(record):
+                        self._add(record, _step)
                     continue
             elif not line or self.ranks.is_own(line):
                 if ranks and line and not self.ranks.add_line(line):
@@ -115,6 +118,23 @@ class Digest:
                 if text(record, "event", 40) in ("run_started", "failure_noticed"):
                     self.ranks.begin_generation()
         self.version += 1
+
+    def _add_usual_step(self, record: Record) -> bool:
+        """Add the record of a step as a run writes it; False if it is not quite like that. The same as `_add`, in a third of the time."""
+        try:
+            step, values = record["step"], _STEP_VALUES(record)
+            time = values[0]
+            if type(step) is not int or type(time) is not float or not 0 <= step < 1 << 53 or not math.isfinite(time):
+                return False
+            if step <= self.last_step or self._fresh or not self.launches or self.first_time != self.first_time:
+                return False
+            self.steps.append((step, *values))  # None becomes NaN
+        except (KeyError, TypeError, ValueError, OverflowError):
+            return False
+        self.progress.append((time, step))
+        self.last_step, self.last_time, self.launches[-1]["last"] = step, time, time
+        self.kinds["step"] += 1
+        return True
 
     def _add(self, record: Record, handler: Callable[[Digest, Record], None]) -> None:
         time = number(record, "time")
