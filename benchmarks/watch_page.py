@@ -47,7 +47,14 @@ def records(steps: int, ranks: int, failures: int, seed: int = 0) -> Iterator[di
         "event": "run_started", "time": now, "version": "0.1.0", "ranks": ranks, "device": "cuda", "steps": steps, "parameters": 70_000_000_000, "micro_batch": 1,
         "accumulation": 16, "layout": layout, "compute": "bf16", "promise": promise, "program": [], "adapters": None, "saves": True,
     }  # fmt: skip
-    yield {"event": "data_opened", "time": now, "documents": 10**9, "tokens": 10**13, "run_tokens": steps * 4_194_304, "parameters": 70_000_000_000}
+    yield {
+        "event": "data_opened",
+        "time": now,
+        "documents": 10**9,
+        "tokens": 10**13,
+        "run_tokens": steps * 4_194_304,
+        "parameters": 70_000_000_000,
+    }
     broken = set(random.Random(seed + 1).sample(range(10, steps), failures)) if failures else set[int]()
     yield from _ranks(now, 1, ranks, dice)
     while step < steps:
@@ -55,9 +62,26 @@ def records(steps: int, ranks: int, failures: int, seed: int = 0) -> Iterator[di
         loss = 1.8 + 9 * (step + 30) ** -0.35 + dice.gauss(0, 0.02) + (3.0 if dice.random() < 1e-4 else 0.0)
         yield _step(step, now, loss, dice)
         if step % 1000 == 0:
-            yield {"event": "evaluated", "time": now, "step": step, "loss": loss + 0.05, "tokens": 10**6, "seconds": 20.0, "perplexity": math.exp(loss), "sources": {}}
+            yield {
+                "event": "evaluated",
+                "time": now,
+                "step": step,
+                "loss": loss + 0.05,
+                "tokens": 10**6,
+                "seconds": 20.0,
+                "perplexity": math.exp(loss),
+                "sources": {},
+            }
         if step % 500 == 0:
-            yield {"event": "saved", "time": now, "step": step, "path": f"/runs/big/checkpoints/step-{step:08d}", "bytes": 10**12, "seconds": 90.0, "stall": 1.5}
+            yield {
+                "event": "saved",
+                "time": now,
+                "step": step,
+                "path": f"/runs/big/checkpoints/step-{step:08d}",
+                "bytes": 10**12,
+                "seconds": 90.0,
+                "stall": 1.5,
+            }
         if step in broken:
             broken.discard(step)
             rank, lost = dice.randrange(ranks), min(step - 1, dice.randrange(1, 40))
@@ -89,7 +113,14 @@ def _step(step: int, now: float, loss: float, dice: random.Random) -> dict[str, 
 def _ranks(now: float, step: int, ranks: int, dice: random.Random) -> Iterator[dict[str, Any]]:
     """What every rank reports after each start."""
     for rank in range(ranks):
-        yield {"event": "worker_started", "time": now, "rank": rank, "host": f"node-{rank // 8:04d}.cluster.example", "pid": 4000 + rank, "device": "cuda"}
+        yield {
+            "event": "worker_started",
+            "time": now,
+            "rank": rank,
+            "host": f"node-{rank // 8:04d}.cluster.example",
+            "pid": 4000 + rank,
+            "device": "cuda",
+        }
         yield {
             "event": "model_placed", "time": now, "rank": rank, "applied": {"tensor": "32 heads of 128 over 4 ranks", "fsdp": "80 units over 8 ranks"},
             "parameters": 10**10, "gradients": 10**10, "optimizer": 2 * 10**10, "files": 0,
@@ -99,7 +130,15 @@ def _ranks(now: float, step: int, ranks: int, dice: random.Random) -> Iterator[d
             "memory": {"parameters": 10**10, "gradients": 10**10, "optimizer": 2 * 10**10, "activations": 2 * 10**10}, "flops": {"all": 10**15, "repeated": 0},
         }  # fmt: skip
         compute = 3.2 * dice.uniform(0.98, 1.02) * (1.3 if rank == 77 else 1.0)
-        parts = {"compute": compute, "tensor": 0.3, "data": 4.0 - compute - 0.4, "bubble": 0.05, "optimizer": 0.03, "loading": 0.001, "other": 0.019}
+        parts = {
+            "compute": compute,
+            "tensor": 0.3,
+            "data": 4.0 - compute - 0.4,
+            "bubble": 0.05,
+            "optimizer": 0.03,
+            "loading": 0.001,
+            "other": 0.019,
+        }
         yield {"event": "step_timed", "time": now, "step": step + 2, "rank": rank, "seconds": 4.0, "parts": parts}
 
 
@@ -179,7 +218,9 @@ def in_browser(server: Server, chromium: str) -> dict[str, float]:
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as driver:
-        page = driver.chromium.launch(executable_path=chromium, args=["--no-sandbox"]).new_page(viewport={"width": 1280, "height": 900})
+        page = driver.chromium.launch(executable_path=chromium, args=["--no-sandbox"]).new_page(
+            viewport={"width": 1280, "height": 900}
+        )
         begin = time.perf_counter()
         page.goto(f"{server.address}#/run/big/overview")
         page.wait_for_selector(".wide .uplot canvas")
@@ -231,7 +272,9 @@ def report(server: Server, events: Path, browser: str | None) -> None:
         if curve_done is None and header["step"] and header["state"] == "finished":
             curve_done = time.perf_counter() - begin
         time.sleep(0.2)
-    print(f"all steps read after {curve_done or time.perf_counter() - begin:.1f} s, all ranks after {time.perf_counter() - begin:.1f} s")
+    print(
+        f"all steps read after {curve_done or time.perf_counter() - begin:.1f} s, all ranks after {time.perf_counter() - begin:.1f} s"
+    )
     for view in _VIEWS:
         times = [server.timed(view, f"&from={low}&to={low + 20_000}") for low in range(0, 80_000, 20_000)]
         print(f"  {view}: {1e3 * server.timed(view):.0f} ms, zoomed {1e3 * max(times):.0f} ms")

@@ -55,7 +55,7 @@ class Columns:
         return self._rows[begin : self._length]
 
     @property
-    def bytes(self) -> int:
+    def memory(self) -> int:
         return int(self._rows.nbytes)
 
 

@@ -30,7 +30,9 @@ def compare(runs: Sequence[FollowedRun], figure: str, axis: str, window: Window)
             held_out: list[Json] = []
             if figure == "loss" and len(x):
                 where = np.searchsorted(steps["step"], [int(str(row["step"])) for row in evaluations], "right") - 1
-                held_out = [[known(float(x[max(0, at)])), row["loss"]] for at, row in zip(where.tolist(), evaluations, strict=True)]
+                held_out = [
+                    [known(float(x[max(0, at)])), row["loss"]] for at, row in zip(where.tolist(), evaluations, strict=True)
+                ]
             rows.append({
                 "header": header(run), "evaluations": held_out, "curve": curve(x, {figure: steps[figure]}, window.width, window.low, window.high),
                 "eval_loss": evaluations[-1]["loss"] if evaluations else None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import threading
 import time
@@ -14,8 +15,8 @@ from pathlib import Path
 from phalanx.events.rundir import RunDir
 from phalanx.spec.json_value import JsonObject
 from phalanx.watch.follow_lines import BLOCK, LineFollower, read_small
-from phalanx.watch.record_values import number, parse, text, whole
-from phalanx.watch.run_digest import Digest
+from phalanx.watch.record_values import known, number, parse, text, whole
+from phalanx.watch.run_digest import ENDINGS, Digest
 
 _SMALL_FILE = 1 << 20
 """Bytes of a run file or plan that are read."""
@@ -107,7 +108,7 @@ class FollowedRun:
 
     @property
     def state(self) -> str:
-        """"running", "stopped", "finished", "failed", or "interrupted": ended without saying so."""
+        """ "running", "stopped", "finished", "failed", or "interrupted": ended without saying so."""
         if self.digest.ended is not None:
             return str(self.digest.ended["state"])
         then, state = self._state
@@ -137,29 +138,38 @@ class FollowedRun:
             if len(self.digest.launches) or self.digest.kinds:
                 last = self.digest.steps.rows(len(self.digest.steps) - 1) if len(self.digest.steps) else None
                 evaluated = self.digest.evaluations[-1]["loss"] if self.digest.evaluations else None
-                loss = float(last[0]["loss"]) if last is not None else float("nan")
-                return self._line(whole(self.digest.launch, "steps"), self.digest.last_step, loss, self.digest.last_time) | {"eval_loss": evaluated}
+                loss = float(last[0]["loss"]) if last is not None else math.nan
+                line = self._line(whole(self.digest.launch, "steps"), self.digest.last_step, loss, self.digest.last_time)
+                return line | {"eval_loss": evaluated}
         first = read_small(self.rundir.events_file, _GLANCE).split(b"\n")
         newest = read_small(self.rundir.events_file, _GLANCE, end=True).split(b"\n")
-        planned, step, loss, when = None, 0, float("nan"), float("nan")
+        planned, step, loss, when, ended = None, 0, math.nan, math.nan, None
         for record in filter(None, map(parse, (*first, *newest))):
             kind = text(record, "event", 40)
             when = number(record, "time")
             if kind == "run_started":
-                planned = whole(record, "steps")
+                planned, ended = whole(record, "steps"), None
+            elif kind in ENDINGS:
+                ended = ENDINGS[kind]
             elif kind == "step":
                 step, loss = whole(record, "step") or 0, number(record, "loss")
-        return self._line(planned, step, loss, when) | {"eval_loss": None}
+        return self._line(planned, step, loss, when) | {"eval_loss": None, **({"state": ended} if ended else {})}
 
     def _line(self, planned: int | None, step: int, loss: float, when: float) -> JsonObject:
-        finite = (lambda value: value if value - value == 0 else None)  # neither NaN nor infinite
-        return {"name": self.name, "state": self.state, "steps": planned, "step": step, "loss": finite(loss), "time": finite(when)}
+        return {
+            "name": self.name,
+            "state": self.state,
+            "steps": planned,
+            "step": step,
+            "loss": known(loss),
+            "time": known(when),
+        }
 
     @property
-    def bytes(self) -> int:
+    def memory(self) -> int:
         """Memory of the numbers, nearly."""
         digest = self.digest
-        return digest.steps.bytes + digest.undone.bytes + digest.progress.bytes + digest.copies.bytes + digest.ranks.bytes
+        return digest.steps.memory + digest.undone.memory + digest.progress.memory + digest.copies.memory + digest.ranks.memory
 
 
 class RunFolder:
@@ -185,9 +195,9 @@ class RunFolder:
                 return None
             run = self._runs.pop(name, None) or FollowedRun(name, path)
             self._runs[name] = run
-            total = sum(each.bytes for each in self._runs.values())
+            total = sum(each.memory for each in self._runs.values())
             while len(self._runs) > 1 and total > _MEMORY:
-                total -= self._runs.popitem(last=False)[1].bytes
+                total -= self._runs.popitem(last=False)[1].memory
             return run
 
     def _known(self) -> dict[str, Path]:

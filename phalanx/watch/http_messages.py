@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 from dataclasses import dataclass, field
+from email.utils import formatdate
 from http import HTTPStatus
 from urllib.parse import parse_qs, unquote, urlsplit
 
@@ -66,7 +67,7 @@ def parse_request(head: bytes) -> Request:
     if method not in ("GET", "HEAD"):
         raise BadRequest(HTTPStatus.METHOD_NOT_ALLOWED, "This page is only read: GET and HEAD are allowed.")
     if headers.get("content-length", "0") != "0" or "transfer-encoding" in headers:
-        raise BadRequest(HTTPStatus.CONTENT_TOO_LARGE if hasattr(HTTPStatus, "CONTENT_TOO_LARGE") else HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "A request has no body.")
+        raise BadRequest(HTTPStatus(413), "A request has no body.")
     try:
         parts = urlsplit(target)
         query = parse_qs(parts.query, max_num_fields=_MAX_FIELDS, keep_blank_values=True)
@@ -104,13 +105,16 @@ class Response:
         status, body, fields = self.status, self.body, [("Content-Type", self.content_type), *_SECURITY, *self.more]
         if self.etag is not None:
             fields += [("ETag", self.etag), ("Vary", "Accept-Encoding")]
-            if request is not None and self.etag in [tag.strip() for tag in request.headers.get("if-none-match", "").split(",")]:
+            if request is not None and self.etag in [
+                tag.strip() for tag in request.headers.get("if-none-match", "").split(",")
+            ]:
                 status, body = HTTPStatus.NOT_MODIFIED, b""
         if body and self.packed is not None and request is not None and "gzip" in request.headers.get("accept-encoding", ""):
             body = self.packed
             fields.append(("Content-Encoding", "gzip"))
         if status != HTTPStatus.NOT_MODIFIED:
             fields.append(("Content-Length", str(len(body))))
+        fields.append(("Date", formatdate(usegmt=True)))
         fields.append(("Connection", "keep-alive" if keep else "close"))
         head = "".join(f"{name}: {value}\r\n" for name, value in fields)
         start = f"HTTP/1.1 {status.value} {status.phrase}\r\n{head}\r\n".encode("latin-1")

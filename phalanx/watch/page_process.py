@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from phalanx.events.rundir import RunDir
-from phalanx.host.process_tree import ModuleProcess, die_with, unblock_stop_signals
+from phalanx.host.process_tree import ModuleProcess, unblock_stop_signals
 from phalanx.spec.errors import RunError
 from phalanx.watch.followed_run import RunFolder
 from phalanx.watch.page_access import Access
@@ -46,7 +46,11 @@ class Served:
     @property
     def moved(self) -> str | None:
         """What to say if the port was taken."""
-        return f"port {self.asked_port} is taken; the page is at port {self.port}" if self.asked_port not in (0, self.port) else None
+        return (
+            f"port {self.asked_port} is taken; the page is at port {self.port}"
+            if self.asked_port not in (0, self.port)
+            else None
+        )
 
 
 async def serve(path: Path, access: Access, port: int, announce: Callable[[Served], None], until: asyncio.Event) -> None:
@@ -63,7 +67,9 @@ class PageProcess:
     """The page of a run, in a process of its own, which ends with this one."""
 
     def __init__(self, rundir: RunDir):
-        self._process = ModuleProcess("phalanx.watch.page_process", {"run_dir": str(rundir.path.absolute())}, rundir.logs / "page.log")
+        self._process = ModuleProcess(
+            "phalanx.watch.page_process", {"run_dir": str(rundir.path.absolute())}, rundir.logs / "page.log"
+        )
         self._answer: str | None = None
 
     def wait(self) -> str:
@@ -94,7 +100,6 @@ async def _serve_run(path: Path) -> None:
 
 
 if __name__ == "__main__":
-    die_with(os.getppid())
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)  # they ask the run to stop; its last steps are worth watching
     unblock_stop_signals()

@@ -14,6 +14,7 @@ import math
 import secrets
 import socket
 from collections import OrderedDict
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from http import HTTPStatus
@@ -47,7 +48,12 @@ _VIEWS: dict[str, View] = {
     "checkpoints": run_views.checkpoints, "data": run_views.data, "samples": run_views.samples, "experts": run_views.experts,
     "pipeline": plan_views.pipeline,
 }  # fmt: skip
-_TYPES = {"html": "text/html; charset=utf-8", "js": "text/javascript; charset=utf-8", "css": "text/css; charset=utf-8", "svg": "image/svg+xml"}
+_TYPES = {
+    "html": "text/html; charset=utf-8",
+    "js": "text/javascript; charset=utf-8",
+    "css": "text/css; charset=utf-8",
+    "svg": "image/svg+xml",
+}
 _NOT_BUILT = (
     "<!doctype html><html lang=en><title>phalanx watch</title><p>The page is not built: run <code>make page</code> in the "
     "repository, which needs npm, or install a released wheel."
@@ -76,7 +82,9 @@ class PageServer:
             except OSError as error:
                 if error.errno == errno.EADDRINUSE:
                     continue
-                raise RunError(f"--host {self.access.host}: cannot listen there: {error.strerror or error}. Name an address of this machine.") from None
+                raise RunError(
+                    f"--host {self.access.host}: cannot listen there: {error.strerror or error}. Name an address of this machine."
+                ) from None
             return server, server.sockets[0].getsockname()[1]
         raise RunError(f"--port {port}: this port and the next {_PORTS - 1} are taken: name another.")
 
@@ -125,7 +133,10 @@ class PageServer:
 
     async def _respond(self, request: Request) -> Response:
         if not self.access.knows_host(request.headers.get("host")):
-            raise BadRequest(HTTPStatus.FORBIDDEN, "This address does not name the machine of the page: open it by the address that `phalanx watch` printed.")
+            raise BadRequest(
+                HTTPStatus.FORBIDDEN,
+                "This address does not name the machine of the page: open it by the address that `phalanx watch` printed.",
+            )
         given = request.value("token")
         if self.access.token is not None and given is not None and self.access.admits(given):
             query = urlencode({name: values for name, values in request.query.items() if name != "token"}, doseq=True)
@@ -146,10 +157,8 @@ class PageServer:
             return await self._compare(request)
         return Response(b"There is no such page.\n", status=HTTPStatus.NOT_FOUND)
 
-    async def _in_thread(self, compute: partial[Response] | object) -> Response:
-        response = await asyncio.get_running_loop().run_in_executor(self._pool, compute)  # type: ignore[arg-type]
-        assert isinstance(response, Response)
-        return response
+    async def _in_thread(self, compute: Callable[[], Response]) -> Response:
+        return await asyncio.get_running_loop().run_in_executor(self._pool, compute)
 
     def _list(self) -> Response:
         runs = [run for run in map(self.folder.get, self.folder.names) if run is not None]
@@ -178,7 +187,9 @@ class PageServer:
         run = await self._run(request.value("run"))
         if name == "rank":
             rank = _whole(request.value("rank"), MAX_RANKS)
-            return await self._shared(request, run.version, partial(self._compute, run, partial(plan_views.rank_story, run, rank)))
+            return await self._shared(
+                request, run.version, partial(self._compute, run, partial(plan_views.rank_story, run, rank))
+            )
         if name not in _VIEWS:
             raise BadRequest(HTTPStatus.NOT_FOUND, "There is no such view.")
         return await self._shared(request, run.version, partial(self._compute, run, partial(_VIEWS[name], run, window)))
@@ -200,7 +211,7 @@ class PageServer:
     def _etag(self, version: str) -> str:
         return f'"{self._nonce}.{version}"'
 
-    async def _shared(self, request: Request, version: str, compute: object) -> Response:
+    async def _shared(self, request: Request, version: str, compute: Callable[[], Response]) -> Response:
         """The response, computed once for all who ask for the same at the same time."""
         key = f"{request.path}?{urlencode(request.query, doseq=True)}"
         known = self._cache.get(key)

@@ -45,7 +45,9 @@ def promise(run: FollowedRun, window: Window) -> JsonObject:
         "timed": None if measured is None else {"step": measured.step, "rank": measured.rank, "ranks": measured.ranks},
         "memory": _memory_rows(digest, planned),
         "machine": run.plan().get("machine"),
-        "split": [_colored(name, value, PART_LABELS, STEP) for name, value in numbers_of(planned, "split").items() if value > 0],
+        "split": [
+            _colored(name, value, PART_LABELS, STEP) for name, value in numbers_of(planned, "split").items() if value > 0
+        ],
     }
 
 
@@ -80,7 +82,9 @@ def _row(name: str, unit: str, planned: Json, interval: tuple[float, float] | No
     }  # fmt: skip
 
 
-def _projected(name: str, unit: str, planned: float, value: float | None, step: tuple[float, float, float] | None) -> JsonObject:
+def _projected(
+    name: str, unit: str, planned: float, value: float | None, step: tuple[float, float, float] | None
+) -> JsonObject:
     """A figure of the whole run, at the present pace. `step`: P10, P90 and mean of a step, whose ratio the whole run shares."""
     row = _row(name, unit, known(planned), None, np.array([] if value is None else [value]))
     if step is not None:
@@ -118,7 +122,15 @@ def _part_rows(digest: Digest, planned: JsonObject, measured: Timed | None) -> l
         expected = sum(split.get(name, 0.0) for name in covered) if covered else None
         if expected or spent.get(part):
             color = STEP.get(part, OTHER_COLOR)
-            rows.append({"name": part, "label": label, "planned": expected, "measured": spent.get(part, 0.0) if spent else None, "color": color})
+            rows.append(
+                {
+                    "name": part,
+                    "label": label,
+                    "planned": expected,
+                    "measured": spent.get(part, 0.0) if spent else None,
+                    "color": color,
+                }
+            )
     return rows
 
 
@@ -137,7 +149,9 @@ def _memory_rows(digest: Digest, planned: JsonObject) -> list[Json]:
         total_planned = math.fsum(expected.get(part, 0.0) for part in parts) if expected else None
         label = "activations and buffers" if name == "activations" else MEMORY_LABELS[name]
         if total_planned or measured.get(name):
-            rows.append({"name": name, "label": label, "planned": total_planned, "measured": measured.get(name), "color": MEMORY[name]})
+            rows.append(
+                {"name": name, "label": label, "planned": total_planned, "measured": measured.get(name), "color": MEMORY[name]}
+            )
     return rows
 
 
@@ -156,7 +170,9 @@ def ranks(run: FollowedRun, window: Window) -> JsonObject:
         axes = [{"name": "rank", "size": count}]
     started, timed_rows, accounted = (last_of_each(table["rank"], count) for table in (own.started, own.timed, own.accounted))
     waiting = np.nansum([own.timed[name] for name in WAITS], axis=0) if len(own.timed) else own.timed["seconds"]
-    memory = np.nansum([own.accounted[name] for name in rank_digest.MEMORY], axis=0) if len(own.accounted) else own.accounted["sent"]
+    memory = (
+        np.nansum([own.accounted[name] for name in rank_digest.MEMORY], axis=0) if len(own.accounted) else own.accounted["sent"]
+    )
     failed = np.zeros(count, dtype=np.int64)
     for row in digest.failures:
         if (rank := whole(row, "rank")) is not None and rank < count:
@@ -196,27 +212,45 @@ def rank_story(run: FollowedRun, rank: int) -> JsonObject:
         place[axis] = rank // distance % size
         distance *= size
     starts: list[Json] = [
-        {"time": known(float(row["time"])), "host": own.names[int(row["host"])], "device": own.names[int(row["device"])], "pid": int(row["pid"])}
+        {
+            "time": known(float(row["time"])),
+            "host": own.names[int(row["host"])],
+            "device": own.names[int(row["device"])],
+            "pid": int(row["pid"]),
+        }
         for row in _rows_of_rank(own.started, rank, 50)
     ]
     timed_rows: list[Json] = [
-        {"time": known(float(row["time"])), "step": int(row["step"]), "seconds": known(float(row["seconds"])), "parts": {part: float(row[part]) for part in PARTS if row[part]}}
+        {
+            "time": known(float(row["time"])),
+            "step": int(row["step"]),
+            "seconds": known(float(row["seconds"])),
+            "parts": {part: float(row[part]) for part in PARTS if row[part]},
+        }
         for row in _rows_of_rank(own.timed, rank, 30)
     ]
     accounted: list[Json] = [
-        {"step": int(row["step"])} | {name: known(float(row[name])) for name in (*rank_digest.MEMORY, "sent", "flops", "repeated")}
+        {"step": int(row["step"])}
+        | {name: known(float(row[name])) for name in (*rank_digest.MEMORY, "sent", "flops", "repeated")}
         for row in _rows_of_rank(own.accounted, rank, 1)
     ]
-    events: list[Json] = [row for row in digest.happenings if row["rank"] == rank][-100:]
-    events += [
-        {"kind": "failure_noticed", "time": row["time"], "step": row["step"], "text": row["message"], "severe": True, "id": row["id"]}
+    events: list[Json] = [row for row in digest.happenings if row["rank"] == rank]
+    failed: list[Json] = [
+        {
+            "kind": "failure_noticed",
+            "time": row["time"],
+            "step": row["step"],
+            "text": row["message"],
+            "severe": True,
+            "id": row["id"],
+        }
         for row in digest.failures
         if row["rank"] == rank
-    ][-100:]
+    ]
     labels: JsonObject = {part: label for part, (label, _) in MEASURED_PARTS.items()}
     return {
         "rank": rank, "place": dict[str, Json](place), "starts": starts, "timed": timed_rows, "accounted": accounted,
-        "placed": own.placed(rank), "events": events, "labels": labels, "colors": {part: STEP.get(part, OTHER_COLOR) for part in PARTS},
+        "placed": own.placed(rank), "events": [*events[-100:], *failed[-100:]], "labels": labels, "colors": {part: STEP.get(part, OTHER_COLOR) for part in PARTS},
         "log": run.log_tail(rank),
     }  # fmt: skip
 
@@ -235,17 +269,29 @@ def pipeline(run: FollowedRun, window: Window) -> JsonObject:
     split, seconds = numbers_of(table(digest.launch, "promise"), "split"), number(table(digest.launch, "promise"), "seconds")
     own = digest.ranks.timed
     idle = float(np.nanmean(own["bubble"] / own["seconds"])) if len(own) else math.nan
-    answer: JsonObject = {"pipeline": degree, "schedule": name, "micro_batches": micro_batches, "planned": known(_over(split.get("bubble", 0.0), seconds)), "measured": known(idle)}
+    answer: JsonObject = {
+        "pipeline": degree,
+        "schedule": name,
+        "micro_batches": micro_batches,
+        "planned": known(_over(split.get("bubble", 0.0), seconds)),
+        "measured": known(idle),
+    }
     if degree == 1:
         return answer | {"reason": "This layout has no pipeline: layout.pipeline = 1."}
     if layout.get("schedule_file") is not None or name not in NAMES:
-        return answer | {"reason": "The run has a schedule of its own (layout.schedule_file): `phalanx schedule FILE` draws it."}
+        return answer | {
+            "reason": "The run has a schedule of its own (layout.schedule_file): `phalanx schedule FILE` draws it."
+        }
     per_rank = whole(layout, "stages") or default_stages(str(name))
     if degree * micro_batches * per_rank * 3 > _MAX_ACTIONS:
-        return answer | {"reason": f"{degree} ranks × {micro_batches} micro-batches are too many to draw here: `phalanx schedule {name} --png FILE` draws them."}
+        return answer | {
+            "reason": f"{degree} ranks × {micro_batches} micro-batches are too many to draw here: `phalanx schedule {name} --png FILE` draws them."
+        }
     if problems := problems_for(str(name), degree, micro_batches, per_rank):
         return answer | {"reason": problems[0]}
     timeline = simulate(make(str(name), degree, micro_batches, per_rank))
-    rows: list[Json] = [[[each.kind, each.stage, each.micro_batch, each.start, each.stop] for each in row] for row in timeline.ranks]
+    rows: list[Json] = [
+        [[each.kind, each.stage, each.micro_batch, each.start, each.stop] for each in row] for row in timeline.ranks
+    ]
     kinds: JsonObject = {kind: {"label": KINDS[kind], "color": ACTION_COLORS[kind]} for kind in KINDS}
     return answer | {"rows": rows, "stop": timeline.stop, "bubble": bubble(timeline), "kinds": kinds, "idle": ACTION_COLORS["idle"]}  # fmt: skip

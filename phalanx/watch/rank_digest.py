@@ -78,11 +78,14 @@ class RankDigest:
     @property
     def count(self) -> int:
         """Ranks that have reported anything, counted from 0."""
-        return max((int(columns["rank"].max()) + 1 for columns in (self.started, self.timed, self.accounted) if len(columns)), default=0)
+        return max(
+            (int(columns["rank"].max()) + 1 for columns in (self.started, self.timed, self.accounted) if len(columns)),
+            default=0,
+        )
 
     @property
-    def bytes(self) -> int:
-        return 500 * len(self._placed) + self.started.bytes + self.timed.bytes + self.accounted.bytes
+    def memory(self) -> int:
+        return 500 * len(self._placed) + self.started.memory + self.timed.memory + self.accounted.memory
 
     def _name(self, name: str) -> int:
         index = self._index.get(name)

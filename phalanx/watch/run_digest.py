@@ -23,6 +23,10 @@ STEP_COLUMNS = (
     "expert_load", "preferred", "reward",
 )  # fmt: skip
 """Fields of a `step` record with a column each, after `step` itself."""
+ENDINGS = {"finished": "finished", "stopped": "stopped", "worker_failed": "failed"}
+"""Records that end a launch, and the state of the run then."""
+_GENERATIONS = ("run_started", "failure_noticed")
+"""Records after which ranks report anew."""
 _STEP = b'{"event": "step", '
 _STEP_VALUES = itemgetter(*STEP_COLUMNS)
 MAX_ROWS = 5000
@@ -59,7 +63,9 @@ class Digest:
         """Warnings, stragglers, faults and other single sentences."""
         self.saves: deque[JsonObject] = deque(maxlen=MAX_ROWS)
         """Saves, exports and uploads, and those that failed."""
-        self.copies = Columns({"step": "i8", "time": "f8", "bytes": "f8", "seconds": "f8", "stall": "f8", "peer": "i1", "skipped": "i8"})
+        self.copies = Columns(
+            {"step": "i8", "time": "f8", "bytes": "f8", "seconds": "f8", "stall": "f8", "peer": "i1", "skipped": "i8"}
+        )
         self.samples: deque[JsonObject] = deque(maxlen=_MAX_SAMPLES)
         self.data: JsonObject = {}
         self.hosts: JsonObject = {}
@@ -114,10 +120,14 @@ class Digest:
         for line in lines:
             if self.ranks.is_own(line):
                 self.ranks.add_line(line)
-            elif line and not line.startswith(_STEP) and (record := parse(line)) is not None and not self.ranks.add(record):
-                if text(record, "event", 40) in ("run_started", "failure_noticed"):
-                    self.ranks.begin_generation()
+            elif line and not line.startswith(_STEP):
+                self._feed_rare(line)
         self.version += 1
+
+    def _feed_rare(self, line: bytes) -> None:
+        record = parse(line)
+        if record is not None and not self.ranks.add(record) and text(record, "event", 40) in _GENERATIONS:
+            self.ranks.begin_generation()
 
     def _add_usual_step(self, record: Record) -> bool:
         """Add the record of a step as a run writes it; False if it is not quite like that. The same as `_add`, in a third of the time."""
@@ -191,7 +201,9 @@ class Digest:
     def note(self, record: Record, words: str, *, severe: bool = False) -> None:
         """Keep a sentence about a rank or a step."""
         where: JsonObject = {"step": whole(record, "step"), "rank": whole(record, "rank"), "node": whole(record, "node")}
-        self.happenings.append({"kind": text(record, "event", 40), "time": _time(record), "severe": severe, "text": words} | where)
+        self.happenings.append(
+            {"kind": text(record, "event", 40), "time": _time(record), "severe": severe, "text": words} | where
+        )
 
 
 def _step(digest: Digest, record: Record) -> None:
@@ -200,10 +212,7 @@ def _step(digest: Digest, record: Record) -> None:
         digest.broken += 1
         return
     digest.begin_step(step, number(record, "time"))
-    try:
-        digest.steps.append((step, *[math.nan if (value := record.get(name)) is None else value for name in STEP_COLUMNS]))  # type: ignore[misc]
-    except (TypeError, ValueError, OverflowError):
-        digest.steps.append((step, *(number(record, name) for name in STEP_COLUMNS)))
+    digest.steps.append((step, *(number(record, name) for name in STEP_COLUMNS)))
 
 
 def _step_skipped(digest: Digest, record: Record) -> None:
@@ -214,7 +223,9 @@ def _step_skipped(digest: Digest, record: Record) -> None:
     digest.begin_step(step, number(record, "time"))
     values: JsonObject = {name: known(number(record, name)) for name in ("loss", "grad_norm")}
     reason = text(record, "reason", 80) or "not finite"
-    digest.skipped.append(values | {"step": step, "time": _time(record), "in_a_row": count(record, "in_a_row"), "reason": reason})
+    digest.skipped.append(
+        values | {"step": step, "time": _time(record), "in_a_row": count(record, "in_a_row"), "reason": reason}
+    )
     del digest.skipped[: -2 * MAX_ROWS]
 
 
@@ -224,7 +235,10 @@ def _run_started(digest: Digest, record: Record) -> None:
     launch: JsonObject = {name: whole(record, name) for name in names}
     launch |= {name: text(record, name, 80) for name in ("version", "device", "compute")}
     launch |= {"time": known(number(record, "time")), "last": known(number(record, "time")), "step": digest.last_step}
-    launch |= {"layout": _plain(table(record, "layout")), "program": [str(word)[:200] for word in entries(record, "program", 50)]}
+    launch |= {
+        "layout": _plain(table(record, "layout")),
+        "program": [str(word)[:200] for word in entries(record, "program", 50)],
+    }
     promise = record.get("promise")
     digest.launches.append(launch | {"promise": _promise(promise) if isinstance(promise, dict) else None})
 
@@ -253,7 +267,11 @@ def _evaluated(digest: Digest, record: Record) -> None:
 
 def _sampled(digest: Digest, record: Record) -> None:
     words: JsonObject = {"prompt": text(record, "prompt", 2000), "text": text(record, "text", 8000)}
-    numbers: JsonObject = {"step": count(record, "step"), "tokens": count(record, "tokens"), "seconds": known(number(record, "seconds"))}
+    numbers: JsonObject = {
+        "step": count(record, "step"),
+        "tokens": count(record, "tokens"),
+        "seconds": known(number(record, "seconds")),
+    }
     digest.samples.append(words | numbers | {"time": _time(record)})
 
 
@@ -261,13 +279,17 @@ def _save(digest: Digest, record: Record) -> None:
     names = ("bytes", "seconds", "stall", "write_seconds", "bytes_per_second", "difference")
     values: JsonObject = {name: known(number(record, name)) for name in names if name in record}
     words: JsonObject = {name: text(record, name, 1000) for name in ("path", "url", "reason") if name in record}
-    digest.saves.append(values | words | {"kind": text(record, "event", 40), "step": whole(record, "step"), "time": _time(record)})
+    digest.saves.append(
+        values | words | {"kind": text(record, "event", 40), "step": whole(record, "step"), "time": _time(record)}
+    )
 
 
 def _copied(digest: Digest, record: Record) -> None:
     skipped = record.get("skipped", record.get("passed_over"))
     row = (count(record, "step"), *(number(record, name) for name in ("time", "bytes", "seconds", "stall")))
-    digest.copies.append((*row, record.get("peer") is True, skipped if isinstance(skipped, int) and 0 <= skipped < 1 << 53 else 0))
+    digest.copies.append(
+        (*row, record.get("peer") is True, skipped if isinstance(skipped, int) and 0 <= skipped < 1 << 53 else 0)
+    )
 
 
 def _failure_noticed(digest: Digest, record: Record) -> None:
@@ -301,9 +323,13 @@ def _recovered(digest: Digest, record: Record) -> None:
 
 def _ended(digest: Digest, record: Record) -> None:
     kind = text(record, "event", 40)
-    state = {"finished": "finished", "stopped": "stopped", "worker_failed": "failed"}[kind]
     reason: JsonObject = {"reason": text(record, "reason", 2000), "traceback": text(record, "traceback", _STACK)}
-    digest.ended = reason | {"state": state, "step": whole(record, "step"), "rank": whole(record, "rank"), "time": _time(record)}
+    digest.ended = reason | {
+        "state": ENDINGS[kind],
+        "step": whole(record, "step"),
+        "rank": whole(record, "rank"),
+        "time": _time(record),
+    }
 
 
 def _data_opened(digest: Digest, record: Record) -> None:
@@ -344,7 +370,10 @@ def _controller(digest: Digest, record: Record) -> None:
 
 
 def _refused(digest: Digest, record: Record) -> None:
-    digest.note(record, f"node {count(record, 'node')} refused a connection from {text(record, 'address', 80)}: {text(record, 'reason')}")
+    digest.note(
+        record,
+        f"node {count(record, 'node')} refused a connection from {text(record, 'address', 80)}: {text(record, 'reason')}",
+    )
 
 
 def _ignore(digest: Digest, record: Record) -> None:
@@ -357,7 +386,11 @@ def _time(record: Record) -> float | None:
 
 def _plain(values: Record) -> JsonObject:
     """The short values of a table."""
-    return {key[:80]: value if not isinstance(value, str) else value[:200] for key, value in values.items() if not isinstance(value, dict | list)}
+    return {
+        key[:80]: value if not isinstance(value, str) else value[:200]
+        for key, value in values.items()
+        if not isinstance(value, dict | list)
+    }
 
 
 _HANDLERS: dict[str, Callable[[Digest, Record], None]] = {
@@ -367,5 +400,5 @@ _HANDLERS: dict[str, Callable[[Digest, Record], None]] = {
     "controller_changed": _controller, "stranger_refused": _refused,
     **dict.fromkeys(("saved", "save_failed", "exported", "export_failed", "uploaded", "upload_failed", "checkpoint_damaged"), _save),
     **dict.fromkeys(("warned", "straggling", "corrupted", "not_finite", "host_rejected"), _sentence),
-    **dict.fromkeys(("finished", "stopped", "worker_failed"), _ended),
+    **dict.fromkeys(ENDINGS, _ended),
 }  # fmt: skip

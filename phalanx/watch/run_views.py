@@ -40,7 +40,18 @@ def header(run: FollowedRun) -> JsonObject:
     """The lines at the top of every view."""
     digest, launch = run.digest, run.digest.launch
     steps, reason = whole(launch, "steps") or 0, None if digest.ended is None else digest.ended["reason"]
-    names = ("ranks", "device", "parameters", "adapters", "compute", "layout", "version", "micro_batch", "accumulation", "program")
+    names = (
+        "ranks",
+        "device",
+        "parameters",
+        "adapters",
+        "compute",
+        "layout",
+        "version",
+        "micro_batch",
+        "accumulation",
+        "program",
+    )
     left = time_left(digest)
     price = price_rate(digest)
     return {
@@ -159,7 +170,9 @@ def failures(run: FollowedRun, window: Window) -> JsonObject:
         "recoveries": [row for row in digest.recoveries if not row["failures"]][-200:],
         "happenings": list(digest.happenings)[-500:][::-1],
         "ended": digest.ended,
-        "launches": [{name: launch.get(name) for name in ("time", "last", "ranks", "step", "version")} for launch in digest.launches][-500:],
+        "launches": [
+            {name: launch.get(name) for name in ("time", "last", "ranks", "step", "version")} for launch in digest.launches
+        ][-500:],
         "progress": curve(time, {"step": digest.progress["step"]}, window.width, window.low, window.high),
         "figures": {
             "steps_lost": digest.steps_lost,
