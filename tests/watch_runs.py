@@ -96,24 +96,23 @@ class Client:
 @contextmanager
 def serving(folder: Path, access: Access | None = None) -> Iterator[Client]:
     """A server of this process, at a free port."""
-    loop, ready, port, stop = asyncio.new_event_loop(), threading.Event(), [0], asyncio.Event()
+    ready = threading.Event()
+    found: list[Any] = []
 
     async def serve() -> None:
-        server, port[0] = await PageServer(RunFolder(folder), access or Access("127.0.0.1")).start(0)
+        stop = asyncio.Event()
+        server, port = await PageServer(RunFolder(folder), access or Access("127.0.0.1")).start(0)
+        found.extend((port, asyncio.get_running_loop(), stop))
         ready.set()
-        async with server:
-            await stop.wait()
+        await stop.wait()
+        server.close()
 
-    thread = threading.Thread(target=lambda: loop.run_until_complete(serve()))
+    thread = threading.Thread(target=lambda: asyncio.run(serve()))
     thread.start()
     assert ready.wait(30)
+    port, loop, stop = found
     try:
-        yield Client(port[0])
+        yield Client(port)
     finally:
         loop.call_soon_threadsafe(stop.set)
         thread.join()
-        for task in asyncio.all_tasks(loop):
-            task.cancel()
-        loop.run_until_complete(asyncio.sleep(0.05))
-        loop.run_until_complete(loop.shutdown_default_executor())
-        loop.close()

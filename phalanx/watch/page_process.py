@@ -59,8 +59,8 @@ async def serve(path: Path, access: Access, port: int, announce: Callable[[Serve
         raise RunError(f"{path} is not a folder: name a run directory, such as runs/NAME, or a folder of them, such as runs.")
     server, found = await PageServer(RunFolder(path), access).start(port)
     announce(Served(access.host, found, access.token, port))
-    async with server:
-        await until.wait()
+    await until.wait()
+    server.close()  # without waiting for its connections: browsers keep theirs
 
 
 class PageProcess:

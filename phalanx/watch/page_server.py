@@ -102,6 +102,8 @@ class PageServer:
                 pass
         except (OSError, asyncio.IncompleteReadError, TimeoutError):
             pass  # the reader has gone away, says nothing, or does not read
+        except asyncio.CancelledError:
+            pass  # the server ends
         finally:
             self._connections -= 1
             writer.close()
