@@ -19,6 +19,12 @@ export interface ChartProps {
 const BINARY = Array.from({ length: 60 }, (_, power) => 2 ** power);
 const two = (value: number) => String(value).padStart(2, "0");
 
+// All ticks of an axis in the unit of the greatest, with as many decimals as tell them apart.
+function bytes(value: number, greatest: number, step: number): string {
+  const power = Math.min(5, Math.max(0, Math.floor(Math.log2(Math.max(1, greatest)) / 10))), unit = 1024 ** power;
+  return `${(value / unit).toFixed(Math.min(4, Math.max(0, Math.ceil(-Math.log10(step / unit) - 0.02))))} ${power ? `${"KMGTP"[power - 1]}iB` : "B"}`;
+}
+
 function timeLabels(_: uPlot, splits: number[], __: number, ___: number, step: number): string[] {
   let day = "";
   return splits.map(split => {
@@ -147,16 +153,16 @@ function options(latest: { current: ChartProps }, width: number, say: (text: str
     }
   }
   const axis = { stroke: colors.muted, font, ticks: { show: false }, grid: { stroke: colors.grid, width: 1 } };
-  const title = props.isTime ? moment : whole;
+  const title = props.isTime ? moment : whole, isBytes = props.format === size || props.format === rate;
   return {
-    width, height: props.height ?? 240, series, bands, padding: [10, 14, 0, 0], legend: { show: false },
+    width, height: props.height ?? 240, series, bands, padding: [10, 28, 0, 0], legend: { show: false },
     scales: {
       x: { time: !!props.isTime },
       y: { distr: props.log ? 3 : 1, range: () => yRange(latest.current) },
     },
     axes: [
       { ...axis, space: 76, size: 30, ...(props.isTime ? { values: timeLabels } : { values: (_: uPlot, splits: number[]) => splits.map(value => Number.isInteger(value) ? value.toLocaleString("en-US") : value < 10 ? String(value) : "") }) },
-      { ...axis, size: width < 420 ? 58 : 66, ...(props.format === size || props.format === rate ? { incrs: BINARY } : {}), values: (_: uPlot, splits: number[]) => splits.map(value => value === null ? "" : latest.current.format(value)) },
+      { ...axis, size: (_: uPlot, labels: string[] | null) => 16 + 6.9 * Math.max(4, ...(labels ?? []).map(label => label.length)), ...(isBytes ? { incrs: BINARY } : {}), values: (_: uPlot, splits: number[], __: number, ___: number, step: number) => splits.map(value => value === null ? "" : isBytes ? bytes(value, splits[splits.length - 1]!, step) : latest.current.format(value)) },
     ],
     cursor: { y: false, drag: { x: !!props.onZoom, y: false, setScale: false }, points: { size: 7 }, ...(props.group ? { sync: { key: props.group, scales: ["x", null] } } : {}) },
     hooks: {
@@ -206,6 +212,9 @@ function clipped(plot: uPlot, draw: (context: CanvasRenderingContext2D, ratio: n
   ctx.restore();
 }
 
+// More marks than this would hide the curve: they become short, or small.
+const MANY = 16;
+
 function under(plot: uPlot, props: ChartProps) {
   const colors = theme();
   clipped(plot, (context, ratio) => {
@@ -220,10 +229,11 @@ function under(plot: uPlot, props: ChartProps) {
       context.strokeStyle = colors.good; context.lineWidth = ratio; context.setLineDash([4 * ratio, 4 * ratio]);
       context.beginPath(); context.moveTo(bbox.left, y); context.lineTo(bbox.left + bbox.width, y); context.stroke(); context.setLineDash([]);
     }
-    for (const mark of props.marks ?? []) if (mark.kind === "tick") {
+    const ticks = (props.marks ?? []).filter(mark => mark.kind === "tick"), top = ticks.length > MANY ? bbox.top + bbox.height - 14 * ratio : bbox.top;
+    for (const mark of ticks) {
       const x = plot.valToPos(mark.x, "x", true);
       context.strokeStyle = colors[mark.color]; context.globalAlpha = 0.6; context.lineWidth = ratio;
-      context.beginPath(); context.moveTo(x, bbox.top); context.lineTo(x, bbox.top + bbox.height); context.stroke(); context.globalAlpha = 1;
+      context.beginPath(); context.moveTo(x, top); context.lineTo(x, bbox.top + bbox.height); context.stroke(); context.globalAlpha = 1;
     }
   });
 }
@@ -238,11 +248,13 @@ function over(plot: uPlot, props: ChartProps) {
       faint.x.forEach((x, index) => { const y = faint.y[index]; if (finite(x) && finite(y)) context.fillRect(plot.valToPos(x, "x", true) - ratio, plot.valToPos(y, "y", true) - ratio, 2 * ratio, 2 * ratio); });
       context.globalAlpha = 1;
     }
-    for (const mark of props.marks ?? []) if (mark.kind !== "tick" && finite(mark.y)) {
+    const points = (props.marks ?? []).filter(mark => mark.kind !== "tick" && finite(mark.y)), radius = points.length > 2 * MANY ? 2.5 : 4;
+    for (const mark of points) {
       context.beginPath();
-      context.arc(plot.valToPos(mark.x, "x", true), plot.valToPos(mark.y, "y", true), 4 * ratio, 0, 2 * Math.PI);
+      context.arc(plot.valToPos(mark.x, "x", true), plot.valToPos(mark.y!, "y", true), radius * ratio, 0, 2 * Math.PI);
       context.fillStyle = colors[mark.color]; context.strokeStyle = colors.paper; context.lineWidth = ratio;
-      context.fill(); context.stroke();
+      context.fill();
+      if (radius > 3) context.stroke();
     }
   });
 }

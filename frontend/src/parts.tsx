@@ -34,12 +34,12 @@ export function Drawing(props: { title: string; value?: string; height: (width: 
 }
 
 export function Table(props: { head: ComponentChildren[]; rows: ComponentChildren[][]; label: string; numbers?: number[] }) {
-  const side = (index: number) => (props.numbers?.includes(index) ? "number" : undefined);
+  const side = (index: number, cell?: ComponentChildren) => (props.numbers?.includes(index) ? "number" : typeof cell === "string" && cell.length > 40 ? "long" : undefined);
   return (
     <div class="scroll" tabIndex={0} role="region" aria-label={props.label}>
       <table>
         <thead><tr>{props.head.map((cell, index) => <th key={index} scope="col" class={side(index)}>{cell}</th>)}</tr></thead>
-        <tbody>{props.rows.map((row, at) => <tr key={at}>{row.map((cell, index) => <td key={index} class={side(index)}>{cell}</td>)}</tr>)}</tbody>
+        <tbody>{props.rows.map((row, at) => <tr key={at}>{row.map((cell, index) => <td key={index} class={side(index, cell)}>{cell}</td>)}</tr>)}</tbody>
       </table>
     </div>
   );

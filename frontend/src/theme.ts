@@ -38,7 +38,7 @@ export const runColor = (index: number) => RUNS[isDark() ? "dark" : "light"][ind
 
 // From few to much, readable on both backgrounds.
 const RAMP: Record<string, [number, number, number][]> = {
-  light: [[237, 243, 250], [158, 202, 225], [66, 146, 198], [8, 81, 156], [8, 38, 84]],
+  light: [[224, 234, 245], [158, 202, 225], [66, 146, 198], [8, 81, 156], [8, 38, 84]],
   dark: [[38, 52, 70], [33, 92, 140], [52, 138, 189], [130, 196, 232], [232, 245, 255]],
 };
 

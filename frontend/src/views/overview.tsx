@@ -24,7 +24,7 @@ export function OverviewView({ data, route }: { data: Overview; route: Route }) 
     const line = curve.y[name];
     if (!line) return null;
     const onLog = (log: boolean) => change(route, { log: (log ? [...logs, name] : logs.filter(other => other !== name)).join(",") || null });
-    return <Chart key={name} {...shared} title={title} format={format} lines={[{ label: more.xLabel ?? title, values: line.mean, low: line.min, high: line.max }]} log={logs.includes(name)} {...(["loss", "grad_norm"].includes(name) ? { onLog } : {})} {...more} />;
+    return <Chart key={name} {...shared} title={title} format={format} lines={[{ label: more.xLabel ?? title, values: line.mean, low: line.min, high: line.max }]} value={format(figures[name])} log={logs.includes(name)} {...(["loss", "grad_norm"].includes(name) ? { onLog } : {})} {...more} />;
   }
   const lossMarks: Mark[] = [
     ...data.skipped.map(step => ({ x: step.step, label: `skipped step: ${step.reason}`, kind: "tick" as const, color: "warn" as const })),

@@ -15,10 +15,14 @@ interface Story {
 }
 interface Cells { x: number[]; y: number[]; width: number; height: number; captions: string[]; }
 
+const MAX_ROWS = 64;
+
 // Places ranks so that those of one group are near each other: each axis, from the innermost outward, puts copies of the block before it in rows and
 // columns with a gap that grows outward. Pipeline stages are always below each other.
 function arrange(axes: { name: string; size: number }[], aspect: number): Cells {
   let block: Cells = { x: [0], y: [0], width: 1, height: 1, captions: [] }, gap = 0;
+  const stages = axes.find(axis => axis.name === "pipeline")?.size ?? 1;
+  aspect *= stages <= MAX_ROWS ? stages : 1;  // of one stage
   for (const axis of [...axes].reverse()) {
     if (axis.size <= 1) continue;
     let columns = 1, best = Infinity;
@@ -27,7 +31,7 @@ function arrange(axes: { name: string; size: number }[], aspect: number): Cells 
       const cost = Math.abs(Math.log(shape / aspect)) + (axis.size % tried ? 0.5 : 0);
       if (cost < best) { best = cost; columns = tried; }
     }
-    if (axis.name === "pipeline" && axis.size <= 64) columns = 1;
+    if (axis.name === "pipeline" && axis.size <= MAX_ROWS) columns = 1;
     const x: number[] = [], y: number[] = [];
     for (let copy = 0; copy < axis.size; copy++) {
       const left = (copy % columns) * (block.width + gap), top = Math.floor(copy / columns) * (block.height + gap);
@@ -140,7 +144,7 @@ function StoryCard({ run, rank, route }: { run: string; rank: number; route: Rou
       {data.placed && <dl class="pairs">{Object.entries(data.placed.applied).map(([name, text]) => <><dt key={name}>{name}</dt><dd>{text}</dd></>)}</dl>}
       {last && <p>Peak of step {f.whole(last.step)}: parameters {f.size(last.parameters)}, gradients {f.size(last.gradients)}, optimizer {f.size(last.optimizer)}, activations {f.size(last.activations)}; sent {f.size(last.sent)}.</p>}
       {measured.length > 0 && <Drawing title={`measured steps of rank ${rank}`} label={measured.map(row => `step ${row.step}: ${f.short(row.seconds)}`).join("; ")} height={() => 26 * measured.length} rows={() => ({ columns: ["step", "seconds", ...Object.keys(data.labels)], rows: measured.map(row => [row.step, row.seconds, ...Object.keys(data.labels).map(part => row.parts[part] ?? 0)]) })}
-        draw={width => { const theme_ = theme(), most = Math.max(...measured.map(row => row.seconds ?? 0)) || 1; return measured.map((row, index) => { let at = 84; return <g key={index}><text x={0} y={26 * index + 15} fill={theme_.muted}>step {row.step}</text>{Object.keys(data.labels).map(part => { const wide = (width - 150) * (row.parts[part] ?? 0) / most, left = at; at += wide; return wide > 0.3 ? <rect key={part} x={left} y={26 * index + 4} width={wide} height={15} fill={data.colors[part]} /> : null; })}<text x={at + 6} y={26 * index + 16} fill={theme_.ink}>{f.short(row.seconds)}</text></g>; }); }}>
+        draw={width => { const theme_ = theme(), most = Math.max(...measured.map(row => row.seconds ?? 0)) || 1; return measured.map((row, index) => { let at = 84; return <g key={index}><text x={0} y={26 * index + 15} fill={theme_.muted}>step {row.step}</text>{Object.keys(data.labels).map(part => { const wide = Math.max(0, (width - 150) * (row.parts[part] ?? 0) / most), left = at; at += wide; return wide > 0.3 ? <rect key={part} x={left} y={26 * index + 4} width={wide} height={15} fill={data.colors[part]} /> : null; })}<text x={at + 6} y={26 * index + 16} fill={theme_.ink}>{f.short(row.seconds)}</text></g>; }); }}>
         <p class="legend">{Object.entries(data.labels).filter(([part]) => measured.some(row => row.parts[part])).map(([part, label]) => <span key={part}><i class="key area" style={{ background: data.colors[part] }} />{label}</span>)}</p>
       </Drawing>}
       <h3>what happened</h3>
