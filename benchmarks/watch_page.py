@@ -200,7 +200,7 @@ class Server:
         self.address = json.loads(self.process.stdout.readline())["address"]
 
     def ask(self, view: str, query: str = "") -> Any:
-        with urllib.request.urlopen(f"{self.address}api/view?run=big&view={view}&width=1300{query}") as answer:
+        with urllib.request.urlopen(f"{self.address}api/view?run=big&view={view}&width=800{query}") as answer:
             return json.loads(answer.read())
 
     def timed(self, view: str, query: str = "") -> float:

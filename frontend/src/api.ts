@@ -63,5 +63,5 @@ export const viewUrl = (run: string, view: string, fields: Record<string, string
   return `api/view?${params}`;
 };
 
-/** Points that a chart of the page's width can show. */
-export const chartWidth = () => Math.min(1600, Math.max(200, Math.ceil(Math.min(innerWidth, 1320) / 100) * 100));
+/** Points of a chart, two pixels each. Each is a range, so that nothing between them is lost. */
+export const chartWidth = () => Math.min(800, Math.max(200, Math.ceil(innerWidth / 200) * 100));

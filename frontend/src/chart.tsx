@@ -79,7 +79,17 @@ export function Chart(props: ChartProps) {
     plot.current = made;
     return () => { made.destroy(); plot.current = null; };
   }, [width, shape, colors, props.log, props.isTime, props.height]);
-  useEffect(() => { plot.current?.setData([data.x, ...data.columns] as uPlot.AlignedData); }, [data, props.marks, props.faint, props.band]);
+  // A chart that nobody sees is drawn when it comes into sight.
+  const isSeen = useRef(true), draw = useRef(() => {}), stale = useRef(() => {});
+  draw.current = () => { plot.current?.setData([data.x, ...data.columns] as uPlot.AlignedData); };
+  useEffect(() => {
+    let isStale = false;
+    const observer = new IntersectionObserver(entries => { isSeen.current = entries[entries.length - 1]!.isIntersecting; if (isSeen.current && isStale) { isStale = false; draw.current(); } }, { rootMargin: "100px" });
+    observer.observe(place.current!);
+    stale.current = () => { isStale = true; };
+    return () => observer.disconnect();
+  }, []);
+  useEffect(() => { isSeen.current ? draw.current() : stale.current(); }, [data, props.marks, props.faint, props.band]);
 
   function key(event: KeyboardEvent) {
     const made = plot.current;

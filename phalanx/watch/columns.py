@@ -105,7 +105,7 @@ def numbers(values: Array) -> list[float | None]:
 def curve(x: Array, columns: Mapping[str, Array], width: int, low: float | None, high: float | None) -> dict[str, Json]:
     """Curves over one axis, reduced to `width` points: the last x of each bucket, and mean, least and greatest value of each column.
 
-    Where nothing is reduced, a bucket is one row: least and greatest are the mean, and are omitted.
+    Where nothing is reduced, or nothing varies, least and greatest are the mean, and are omitted.
     """
     chosen = between(x, low, high)
     x = x[chosen]
@@ -117,7 +117,8 @@ def curve(x: Array, columns: Mapping[str, Array], width: int, low: float | None,
     y: dict[str, Json] = {}
     for name, column in columns.items():
         least, mean, greatest = reduced(column[chosen], starts)
-        y[name] = {"mean": numbers(mean)} | ({"min": numbers(least), "max": numbers(greatest)} if is_reduced else {})
+        ranges = {"min": numbers(least), "max": numbers(greatest)} if is_reduced and not np.array_equal(least, greatest) else {}
+        y[name] = {"mean": numbers(mean)} | ranges
     # Times are sums of many digits: they are rounded to milliseconds, not to significant digits.
     points = numbers(x[ends]) if x.dtype.kind == "i" else [round(value, 3) for value in x[ends].tolist()]
     return {"x": points, "rows": len(x), "reduced": is_reduced, "y": y}

@@ -103,12 +103,14 @@ def _timed(digest: Digest) -> Timed | None:
         return None
     newest = np.flatnonzero(columns["generation"] == columns["generation"][-1])
     rows = columns.rows(int(newest[0]))
+    heads = zip(*(rows[name].tolist() for name in ("step", "rank", "seconds")), strict=True)
+    parts = zip(*(rows[name].tolist() for name in PARTS), strict=True)
     return timed(
         [
-            StepTimed(step=int(row["step"]), rank=int(row["rank"]), seconds=float(row["seconds"]), parts={part: float(row[part]) for part in PARTS})
-            for row in rows
+            StepTimed(step=step, rank=rank, seconds=seconds, parts=dict(zip(PARTS, spent, strict=True)))
+            for (step, rank, seconds), spent in zip(heads, parts, strict=True)
         ]
-    )  # fmt: skip
+    )
 
 
 def _part_rows(digest: Digest, planned: JsonObject, measured: Timed | None) -> list[Json]:
@@ -168,11 +170,7 @@ def ranks(run: FollowedRun, window: Window) -> JsonObject:
     axes: list[Json] = [{"name": name, "size": size} for name, size in zip(_AXES, sizes, strict=True)]
     if math.prod(sizes) != count:
         axes = [{"name": "rank", "size": count}]
-    started, timed_rows, accounted = (last_of_each(table["rank"], count) for table in (own.started, own.timed, own.accounted))
-    waiting = np.nansum([own.timed[name] for name in WAITS], axis=0) if len(own.timed) else own.timed["seconds"]
-    memory = (
-        np.nansum([own.accounted[name] for name in rank_digest.MEMORY], axis=0) if len(own.accounted) else own.accounted["sent"]
-    )
+    started = last_of_each(own.started["rank"], count)
     failed = np.zeros(count, dtype=np.int64)
     for row in digest.failures:
         if (rank := whole(row, "rank")) is not None and rank < count:
@@ -181,12 +179,12 @@ def ranks(run: FollowedRun, window: Window) -> JsonObject:
         "ranks": count,
         "axes": axes,
         "metrics": [
-            _metric("computing", "s", own.timed["compute"], timed_rows),
-            _metric("waiting for others", "s", waiting, timed_rows),
-            _metric("step time", "s", own.timed["seconds"], timed_rows),
-            _metric("waiting for data", "s", own.timed["loading"], timed_rows),
-            _metric("memory", "B", memory, accounted),
-            _metric("sent", "B", own.accounted["sent"], accounted),
+            _metric("computing", "s", own.timed, ("compute",), count),
+            _metric("waiting for others", "s", own.timed, WAITS, count),
+            _metric("step time", "s", own.timed, ("seconds",), count),
+            _metric("waiting for data", "s", own.timed, ("loading",), count),
+            _metric("memory", "B", own.accounted, rank_digest.MEMORY, count),
+            _metric("sent", "B", own.accounted, ("sent",), count),
             {"name": "failures", "unit": "count", "values": numbers(failed)},
         ],
         "hosts": [None if row < 0 else own.names[int(own.started["host"][row])] for row in started],
@@ -196,10 +194,12 @@ def ranks(run: FollowedRun, window: Window) -> JsonObject:
     }
 
 
-def _metric(name: str, unit: str, column: Array, rows: Array) -> JsonObject:
-    known_rows = rows >= 0
-    values = np.full(len(rows), np.nan)
-    values[known_rows] = column[rows[known_rows]]
+def _metric(name: str, unit: str, columns: Columns, parts: tuple[str, ...], count: int) -> JsonObject:
+    """The sum of some columns in the newest row of each rank."""
+    newest = last_of_each(columns["rank"], count)
+    known_ranks = newest >= 0
+    values = np.full(count, np.nan)
+    values[known_ranks] = np.nansum([columns[part][newest[known_ranks]] for part in parts], axis=0)
     return {"name": name, "unit": unit, "values": numbers(values)}
 
 
