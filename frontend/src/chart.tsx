@@ -63,7 +63,8 @@ export function Chart(props: ChartProps) {
   const place = useRef<HTMLDivElement>(null), plot = useRef<uPlot | null>(null), latest = useRef(props), [readout, setReadout] = useState("");
   const [width, setWidth] = useState(0), [colors, setColors] = useState(0);
   latest.current = props;
-  const data = useMemo(() => aligned(props), [props.x, props.lines]);
+  // A view makes its lists of lines and marks anew whenever it is rendered; what is drawn changes only with the numbers in them.
+  const data = useMemo(() => aligned(props), [props.x, ...props.lines.flatMap(line => [line.values, line.high, line.x])]);
   const shape = props.lines.map(line => `${line.label}${line.low ? "~" : ""}${line.color}`).join("|");
 
   useEffect(() => onTheme(() => setColors(value => value + 1)), []);
@@ -89,7 +90,7 @@ export function Chart(props: ChartProps) {
     stale.current = () => { isStale = true; };
     return () => observer.disconnect();
   }, []);
-  useEffect(() => { isSeen.current ? draw.current() : stale.current(); }, [data, props.marks, props.faint, props.band]);
+  useEffect(() => { isSeen.current ? draw.current() : stale.current(); }, [data, props.marks?.length, props.marks?.at(-1)?.x, props.marks?.at(-1)?.y, props.faint?.x, props.band?.low, props.band?.high]);
 
   function key(event: KeyboardEvent) {
     const made = plot.current;

@@ -3,9 +3,14 @@ export interface Theme { ink: string; muted: string; grid: string; best: string;
 
 const names: (keyof Theme)[] = ["ink", "muted", "grid", "best", "limit", "paper", "shade", "good", "warn", "second"];
 
+let known: Theme | null = null;
+
 export function theme(): Theme {
-  const style = getComputedStyle(document.documentElement);
-  return Object.fromEntries(names.map(name => [name, style.getPropertyValue(`--${name}`).trim()])) as unknown as Theme;
+  if (!known) {
+    const style = getComputedStyle(document.documentElement);
+    known = Object.fromEntries(names.map(name => [name, style.getPropertyValue(`--${name}`).trim()])) as unknown as Theme;
+  }
+  return known;
 }
 
 const dark = matchMedia("(prefers-color-scheme: dark)");
@@ -17,6 +22,11 @@ export const isDark = () => (document.documentElement.dataset.theme ?? (dark.mat
 export function setTheme(name: "light" | "dark" | null) {
   if (name) document.documentElement.dataset.theme = name; else delete document.documentElement.dataset.theme;
   try { name ? localStorage.setItem("phalanx-theme", name) : localStorage.removeItem("phalanx-theme"); } catch { /* private window */ }
+  changed();
+}
+
+function changed() {
+  known = null;
   listeners.forEach(listener => listener());
 }
 
@@ -27,7 +37,7 @@ export function onTheme(listener: () => void): () => void {
 
 const first = stored();
 if (first === "light" || first === "dark") document.documentElement.dataset.theme = first;
-dark.addEventListener("change", () => listeners.forEach(listener => listener()));
+dark.addEventListener("change", changed);
 
 // Curves of several runs: Okabe and Ito's colors, which color-blind readers can tell apart.
 const RUNS = {

@@ -44,6 +44,8 @@ class FollowedRun:
         self._deferred: list[tuple[int, int]] = []
         self._deferred_bytes = 0
         self._looked = 0.0
+        self._caught_up = False
+        """Everything but the records of ranks was read once: the last record says what the state is."""
         self._state: tuple[float, str] = (0.0, "interrupted")
 
     @property
@@ -77,7 +79,7 @@ class FollowedRun:
                 if now - self._looked >= _LOOK_SECONDS or self._lines.behind:
                     done = not self._read_block()
                     if done:
-                        self._looked = now
+                        self._looked, self._caught_up = now, True
                 else:
                     done = True
                 if done and self._deferred:
@@ -91,7 +93,7 @@ class FollowedRun:
         if block is None:
             return False
         if block.replaced:
-            self.digest, self._deferred, self._deferred_bytes = Digest(), [], 0
+            self.digest, self._deferred, self._deferred_bytes, self._caught_up = Digest(), [], 0, False
             self.restarts += 1
             return True
         later = bool(self._deferred) or self._lines.behind >= BLOCK
@@ -108,7 +110,9 @@ class FollowedRun:
 
     @property
     def state(self) -> str:
-        """ "running", "stopped", "finished", "failed", or "interrupted": ended without saying so."""
+        """ "running", "stopped", "finished", "failed", or "interrupted": ended without saying so. "reading" until all is read."""
+        if not self._caught_up and self._lines.size:
+            return "reading"
         if self.digest.ended is not None:
             return str(self.digest.ended["state"])
         then, state = self._state

@@ -40,8 +40,9 @@ _MAX_CONNECTIONS = 600
 _IDLE_SECONDS, _HEAD_SECONDS, _SEND_SECONDS, _CLOSE_SECONDS = 30.0, 10.0, 20.0, 2.0
 _BUFFER = 64 << 10
 """Bytes of a response that wait for a slow reader before it is waited for."""
-_FIRST_SECONDS = 0.25
-"""Time that a request reads events before it is answered from what is known."""
+_FIRST_SECONDS, _READ_SECONDS, _PAUSE_SECONDS = 0.12, 0.1, 0.02
+"""Time that a request reads events before it is answered from what is known; then they are read in such portions, with pauses in which others are
+answered: Python's threads take turns."""
 _CACHE_BYTES = 32 << 20
 _VIEWS: dict[str, View] = {
     "overview": run_views.overview, "promise": plan_views.promise, "ranks": plan_views.ranks, "failures": run_views.failures,
@@ -179,8 +180,9 @@ class PageServer:
 
     async def _read_on(self, run: FollowedRun) -> None:
         try:
-            while not await asyncio.get_running_loop().run_in_executor(self._pool, run.catch_up, 1.0):
-                await asyncio.sleep(0)
+            await asyncio.sleep(_PAUSE_SECONDS)
+            while not await asyncio.get_running_loop().run_in_executor(self._pool, run.catch_up, _READ_SECONDS):
+                await asyncio.sleep(_PAUSE_SECONDS)
         finally:
             del self._reading[run.name]
 

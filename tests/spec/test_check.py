@@ -383,7 +383,7 @@ def test_a_missing_key_is_told_at_its_table() -> None:
 def test_what_rests_on_another_mistake_is_not_told() -> None:
     assert places("[train]\nbatch = 8\nsteps = 'x'\n") == ["run.toml:3"]
     assert places("[trian]\nbatch = 8\nsteps = 9\n") == ["run.toml:1"]
-    assert places("[train]\nbatch = 8\nsteps = 5\n[model]\nheads = 'x'\ndim = 3\n[watch]\npage = true\n") == [
+    assert places("[train]\nbatch = 8\nsteps = 5\n[model]\nheads = 'x'\ndim = 3\n[watch]\nlog_every = 0\n") == [
         "run.toml:5",
         "run.toml:8",
     ]

@@ -45,7 +45,7 @@ function arrange(axes: { name: string; size: number }[], aspect: number): Cells 
 }
 
 export function RanksView({ data, route }: { data: Ranks; route: Route }) {
-  const metric = data.metrics.find(each => each.name === route.query.get("color")) ?? data.metrics.find(each => each.values.some(value => value !== null)) ?? data.metrics[0]!;
+  const metric = data.metrics.find(each => each.name === route.query.get("color")) ?? (data.known ? data.metrics.find(each => each.values.some(value => value !== null)) : undefined) ?? data.metrics[0]!;
   const chosen = route.query.get("rank") === null ? null : Number(route.query.get("rank"));
   if (!data.ranks) return <Nothing>No rank has reported yet.</Nothing>;
   const format = f.byUnit(metric.unit), known = metric.values.map((value, rank) => ({ value, rank })).filter((row): row is { value: number; rank: number } => row.value !== null);
