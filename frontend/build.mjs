@@ -20,6 +20,8 @@ await build({
   jsx: "automatic", jsxImportSource: "preact", outfile: join(target, "page.js"), logLevel: "warning",
 });
 for (const name of ["index.html", "icon.svg"]) copyFileSync(join(here, "src", name), join(target, name));
+const bundled = Object.keys(JSON.parse(readFileSync(join(here, "package.json"))).dependencies);
+writeFileSync(join(target, "licenses.txt"), bundled.map(name => `${name}\n\n${readFileSync(join(here, "node_modules", name, "LICENSE"), "utf8").trim()}\n`).join("\n\n"));
 
 const digest = createHash("sha256");
 for (const name of [...sources("src"), "build.mjs", "package.json", "package-lock.json"].sort()) {

@@ -50,6 +50,7 @@ _VIEWS: dict[str, View] = {
     "pipeline": plan_views.pipeline,
 }  # fmt: skip
 _TYPES = {
+    "txt": "text/plain; charset=utf-8",
     "html": "text/html; charset=utf-8",
     "js": "text/javascript; charset=utf-8",
     "css": "text/css; charset=utf-8",

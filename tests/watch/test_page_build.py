@@ -43,6 +43,11 @@ def test_the_page_has_no_inline_script_and_loads_nothing_from_elsewhere() -> Non
         }
 
 
+def test_the_licenses_of_bundled_libraries_are_shipped() -> None:
+    text = static_files()["/licenses.txt"].body.decode()
+    assert all(name in text for name in ("preact", "uplot")) and text.count("Permission is hereby granted") == 2
+
+
 def test_no_text_becomes_markup() -> None:
     sources = "".join(path.read_text() for path in (FRONTEND / "src").rglob("*.ts*")) if FRONTEND.is_dir() else ""
     assert not re.search(r"dangerouslySetInnerHTML|innerHTML|insertAdjacentHTML|document\.write|eval\(|new Function", sources)
