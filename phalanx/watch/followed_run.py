@@ -9,8 +9,9 @@ import threading
 import time
 import tomllib
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import TypeAlias
 
 from phalanx.events.rundir import RunDir
 from phalanx.spec.json_value import JsonObject
@@ -30,6 +31,9 @@ _MEMORY = 256 << 20
 _GLANCE = 1 << 16
 
 
+Ends: TypeAlias = tuple[int | None, int, float, float, str | None]
+
+
 class FollowedRun:
     """One run. Its methods may be called by several threads."""
 
@@ -47,6 +51,7 @@ class FollowedRun:
         self._caught_up = False
         """Everything but the records of ranks was read once: the last record says what the state is."""
         self._state: tuple[float, str] = (0.0, "interrupted")
+        self._glanced: tuple[tuple[int, int, int], Ends] | None = None
 
     @property
     def version(self) -> str:
@@ -145,19 +150,20 @@ class FollowedRun:
                 loss = float(last[0]["loss"]) if last is not None else math.nan
                 line = self._line(whole(self.digest.launch, "steps"), self.digest.last_step, loss, self.digest.last_time)
                 return line | {"eval_loss": evaluated}
-        first = read_small(self.rundir.events_file, _GLANCE).split(b"\n")
-        newest = read_small(self.rundir.events_file, _GLANCE, end=True).split(b"\n")
-        planned, step, loss, when, ended = None, 0, math.nan, math.nan, None
-        for record in filter(None, map(parse, (*first, *newest))):
-            kind = text(record, "event", 40)
-            when = number(record, "time")
-            if kind == "run_started":
-                planned, ended = whole(record, "steps"), None
-            elif kind in ENDINGS:
-                ended = ENDINGS[kind]
-            elif kind == "step":
-                step, loss = whole(record, "step") or 0, number(record, "loss")
+        planned, step, loss, when, ended = self._ends()
         return self._line(planned, step, loss, when) | {"eval_loss": None, **({"state": ended} if ended else {})}
+
+    def _ends(self) -> Ends:
+        """What the first and the last records say: planned steps, step, loss, time, and how the run has ended. Read again only if there are more."""
+        try:
+            status = os.stat(self.rundir.events_file, follow_symlinks=False)
+        except OSError:
+            return None, 0, math.nan, math.nan, None
+        key = (status.st_ino, status.st_size, status.st_mtime_ns)
+        if self._glanced is None or self._glanced[0] != key:
+            first, newest = (read_small(self.rundir.events_file, _GLANCE, end=end).split(b"\n") for end in (False, True))
+            self._glanced = (key, _summarized((*first, *newest)))
+        return self._glanced[1]
 
     def _line(self, planned: int | None, step: int, loss: float, when: float) -> JsonObject:
         return {
@@ -174,6 +180,22 @@ class FollowedRun:
         """Memory of the numbers, nearly."""
         digest = self.digest
         return digest.steps.memory + digest.undone.memory + digest.progress.memory + digest.copies.memory + digest.ranks.memory
+
+
+def _summarized(lines: Iterable[bytes]) -> Ends:
+    planned: int | None = None
+    ended: str | None = None
+    step, loss, when = 0, math.nan, math.nan
+    for record in filter(None, map(parse, lines)):
+        kind = text(record, "event", 40)
+        when = number(record, "time")
+        if kind == "run_started":
+            planned, ended = whole(record, "steps"), None
+        elif kind in ENDINGS:
+            ended = ENDINGS[kind]
+        elif kind == "step":
+            step, loss = whole(record, "step") or 0, number(record, "loss")
+    return planned, step, loss, when, ended
 
 
 class RunFolder:

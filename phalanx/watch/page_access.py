@@ -3,6 +3,7 @@ so that no website can have a browser read the page under the website's own name
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 import ipaddress
 import secrets
@@ -35,7 +36,8 @@ class Access:
 
     @property
     def cookie(self) -> str:
-        return "phalanx_watch"
+        """Name of the cookie with the token. Servers of one machine share their cookies, so that each needs a name of its own."""
+        return f"phalanx_watch_{hashlib.sha256((self.token or '').encode()).hexdigest()[:8]}"
 
     def knows_host(self, header: str | None) -> bool:
         """Whether the Host header names this machine. Ports may differ: a tunnel has its own."""

@@ -13,6 +13,7 @@ import json
 import math
 import secrets
 import socket
+import traceback
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -122,12 +123,20 @@ class PageServer:
             rest = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), _HEAD_SECONDS)
             request = parse_request(first + rest[:-4])
             response = await self._respond(request)
+        except (OSError, EOFError, TimeoutError):
+            raise  # the reader has gone away, or says nothing
         except asyncio.LimitOverrunError:
             status = HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE
             response, request = Response(f"A request has at most {MAX_HEAD} bytes.\n".encode(), status=status), None
         except BadRequest as refused:
             more = (("Allow", "GET, HEAD"),) if refused.status == HTTPStatus.METHOD_NOT_ALLOWED else ()
             response, request = Response(f"{refused}\n".encode(), status=refused.status, more=more), None
+        except Exception:
+            traceback.print_exc()  # a mistake of ours: for the terminal, not for the reader
+            response, request = (
+                Response(b"This cannot be shown: the server has failed.\n", status=HTTPStatus.INTERNAL_SERVER_ERROR),
+                None,
+            )
         await self._send(writer, request, response)
         return request is not None and request.keep_alive
 

@@ -163,7 +163,7 @@ def test_elsewhere_than_on_loopback_a_token_is_demanded(tmp_path: Path) -> None:
         assert "HttpOnly" in cookie and "SameSite=Strict" in cookie
         assert client.get("/api/runs", Cookie=cookie.partition(";")[0]).status == 200
         assert client.get("/api/runs", Authorization=f"Bearer {token}").status == 200
-        assert client.get("/api/runs", Cookie="phalanx_watch=wrong").status == 401
+        assert client.get("/api/runs", Cookie=cookie.partition("=")[0] + "=wrong").status == 401
         assert client.get("/api/runs", Authorization="Bearer ").status == 401
 
 
@@ -226,6 +226,21 @@ def test_hostile_events_are_data(tmp_path: Path) -> None:
             header = json.loads(answer.body, parse_constant=refuse)["header"]
             assert header["step"] == 5 and header["unreadable"] == 3
         assert len(client.get(f"/api/view?run={quote(name)}&view=failures").body) < 60_000
+
+
+def test_a_view_that_fails_is_an_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def broken(run: object, window: object) -> dict[str, object]:
+        raise KeyError("planted")
+
+    write_run(tmp_path / "a", SAMPLE)
+    monkeypatch.setitem(page_server._VIEWS, "samples", broken)
+    with serving(tmp_path) as client:
+        answer = client.get("/api/view?run=a&view=samples")
+        assert answer.status == 500 and b"planted" not in answer.body
+        assert client.view("a", "overview")["header"]["step"] == 7
+    assert "planted" in capfd.readouterr().err
 
 
 def test_slow_readers_and_many_clients_leave_others_alone(tmp_path: Path) -> None:
