@@ -213,11 +213,11 @@ function near(plot: uPlot, props: ChartProps): Mark | null {
   return best;
 }
 
-function clipped(plot: uPlot, draw: (context: CanvasRenderingContext2D, ratio: number) => void) {
+function clipped(plot: uPlot, room: number, draw: (context: CanvasRenderingContext2D, ratio: number) => void) {
   const { ctx, bbox } = plot;
   ctx.save();
   ctx.beginPath();
-  ctx.rect(bbox.left, bbox.top, bbox.width, bbox.height);
+  ctx.rect(bbox.left - room, bbox.top - room, bbox.width + 2 * room, bbox.height + 2 * room);
   ctx.clip();
   draw(ctx, ctx.canvas.width / plot.width);
   ctx.restore();
@@ -228,7 +228,7 @@ const MANY = 16;
 
 function under(plot: uPlot, props: ChartProps) {
   const colors = theme();
-  clipped(plot, (context, ratio) => {
+  clipped(plot, 0, (context, ratio) => {
     const { bbox } = plot, band = props.band;
     if (band && finite(band.low) && finite(band.high)) {
       const top = plot.valToPos(band.high, "y", true), bottom = plot.valToPos(band.low, "y", true);
@@ -251,7 +251,7 @@ function under(plot: uPlot, props: ChartProps) {
 
 function over(plot: uPlot, props: ChartProps) {
   const colors = theme();
-  clipped(plot, (context, ratio) => {
+  clipped(plot, 6, (context, ratio) => {
     const faint = props.faint;
     if (faint) {
       context.fillStyle = colors.muted;

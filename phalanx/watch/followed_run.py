@@ -10,8 +10,8 @@ import time
 import tomllib
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
 
 from phalanx.events.rundir import RunDir
 from phalanx.spec.json_value import JsonObject
@@ -31,7 +31,17 @@ _MEMORY = 256 << 20
 _GLANCE = 1 << 16
 
 
-Ends: TypeAlias = tuple[int | None, int, float, float, str | None]
+@dataclass(slots=True)
+class Ends:
+    """A run as far as its first and its last records tell."""
+
+    planned: int | None = None
+    step: int = 0
+    loss: float = math.nan
+    eval_loss: float = math.nan
+    time: float = math.nan
+    state: str | None = None
+    """How it has ended; None if it has not said so."""
 
 
 class FollowedRun:
@@ -150,15 +160,16 @@ class FollowedRun:
                 loss = float(last[0]["loss"]) if last is not None else math.nan
                 line = self._line(whole(self.digest.launch, "steps"), self.digest.last_step, loss, self.digest.last_time)
                 return line | {"eval_loss": evaluated}
-        planned, step, loss, when, ended = self._ends()
-        return self._line(planned, step, loss, when) | {"eval_loss": None, **({"state": ended} if ended else {})}
+        ends = self._ends()
+        line = self._line(ends.planned, ends.step, ends.loss, ends.time)
+        return line | {"eval_loss": known(ends.eval_loss), **({"state": ends.state} if ends.state else {})}
 
     def _ends(self) -> Ends:
-        """What the first and the last records say: planned steps, step, loss, time, and how the run has ended. Read again only if there are more."""
+        """What the first and the last records say. They are read again only if there are more."""
         try:
             status = os.stat(self.rundir.events_file, follow_symlinks=False)
         except OSError:
-            return None, 0, math.nan, math.nan, None
+            return Ends()
         key = (status.st_ino, status.st_size, status.st_mtime_ns)
         if self._glanced is None or self._glanced[0] != key:
             first, newest = (read_small(self.rundir.events_file, _GLANCE, end=end).split(b"\n") for end in (False, True))
@@ -183,19 +194,19 @@ class FollowedRun:
 
 
 def _summarized(lines: Iterable[bytes]) -> Ends:
-    planned: int | None = None
-    ended: str | None = None
-    step, loss, when = 0, math.nan, math.nan
+    ends = Ends()
     for record in filter(None, map(parse, lines)):
         kind = text(record, "event", 40)
-        when = number(record, "time")
+        ends.time = number(record, "time")
         if kind == "run_started":
-            planned, ended = whole(record, "steps"), None
+            ends.planned, ends.state = whole(record, "steps"), None
         elif kind in ENDINGS:
-            ended = ENDINGS[kind]
+            ends.state = ENDINGS[kind]
         elif kind == "step":
-            step, loss = whole(record, "step") or 0, number(record, "loss")
-    return planned, step, loss, when, ended
+            ends.step, ends.loss = whole(record, "step") or 0, number(record, "loss")
+        elif kind == "evaluated":
+            ends.eval_loss = number(record, "loss")
+    return ends
 
 
 class RunFolder:

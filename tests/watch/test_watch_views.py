@@ -141,12 +141,18 @@ def test_runs_are_compared_by_curves_and_run_files(tmp_path: Path) -> None:
 def test_a_list_of_runs_needs_only_the_ends_of_their_events(tmp_path: Path) -> None:
     write_run(
         tmp_path / "done",
-        [started(), *(step(number) for number in range(1, 2000)), {"event": "finished", "time": 9.0, "step": 1999}],
+        [
+            started(),
+            *(step(number) for number in range(1, 2000)),
+            {"event": "evaluated", "time": 9.0, "step": 1999, "loss": 1.5},
+            {"event": "finished", "time": 9.0, "step": 1999},
+        ],
     )
     write_run(tmp_path / "broken", [started(), step(1), {"event": "worker_failed", "time": 9.0, "rank": 0, "reason": "x"}])
     (tmp_path / "new").mkdir()
     (tmp_path / "new" / "run.toml").write_text("")
     with serving(tmp_path) as client:
         rows = {row["name"]: row for row in client.get("/api/runs").json["runs"]}
+    assert rows["done"]["eval_loss"] == 1.5
     assert rows["done"]["state"] == "finished" and rows["done"]["step"] == 1999 and rows["done"]["steps"] == 10
     assert rows["broken"]["state"] == "failed" and rows["new"]["state"] == "interrupted" and rows["new"]["loss"] is None
