@@ -8,7 +8,7 @@ RUN := runs/quickstart-$(shell date +%Y%m%d-%H%M%S)
 # Tests start hundreds of processes: what they import is compiled once, not by each of them.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup quickstart test test-slow test-clusters test-soak lint types contracts tests bench planner-accuracy planner-fit docs outputs site clean
+.PHONY: setup quickstart test test-slow test-clusters test-soak lint types contracts tests bench planner-accuracy planner-fit docs outputs page site test-browser clean
 
 setup: $(STAMP)
 
@@ -82,6 +82,16 @@ docs: setup
 # The outputs that the README and the documentation show, where they are no longer what the commands print; `PAGE=FILE`: of one page.
 outputs: setup
 	$(BIN)/python docs/make_outputs.py $(PAGE)
+
+# The page of `phalanx watch`, from frontend/ into phalanx/watch/static, which is committed: a clone without npm works. Needs npm.
+page:
+	cd frontend && npm ci --no-audit --no-fund && npm run check && npm run build
+
+# The page in a real browser: needs npm and Debian's package chromium.
+test-browser: setup
+	cd frontend && npm ci --no-audit --no-fund
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[browser]'
+	$(BIN)/python -m pytest -m slow tests/browser
 
 # The documentation as a site with search, in site/. A warning, such as a link that leads nowhere, is an error.
 site: setup

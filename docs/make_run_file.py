@@ -148,8 +148,7 @@ def _row(key: Key, about: str) -> str:
     takes = f"list of {takes}" if key.many else takes
     plain = isinstance(key.default, bool | int | float | str)
     default = "*required*" if key.default is MISSING else f"`{toml(key.default)}`" if plain else ""
-    note = " *Values other than the default are not built yet.*" if key.metadata.get("later") else ""
-    return f"| `{key.name}` | {takes} | {default} | {about}{note} |\n"
+    return f"| `{key.name}` | {takes} | {default} | {about} |\n"
 
 
 if __name__ == "__main__":

@@ -122,6 +122,8 @@ def _name(run: Run) -> str:
 def _follow(job: Job, rundir: RunDir) -> None:
     """Shows what happens, and the output of rank 0."""
     with stopped_by_signals(job), _output(rundir):
+        if job.page is not None:
+            console.print(f"page {job.page.wait()}", style="dim", markup=False, soft_wrap=True)
         for event in job.events():
             _show(event)
 

@@ -35,6 +35,7 @@ _VERBS = {
     "status": "watch_cmd.status",
     "logs": "watch_cmd.logs",
     "stop": "watch_cmd.stop",
+    "watch": "page_cmd.watch",
     "verify": "verify_cmd.verify",
     "generate": "model_cmd.generate",
     "chat": "chat_cmd.chat",

@@ -202,6 +202,8 @@ def _follow(job: Job, prepared: Prepared) -> None:
     with stopped_by_signals(job):
         view = display(console, prepared.run.steps, prepared.run.watch.log_every, live=console.is_terminal)
         console.print(f"run directory {prepared.rundir.path}{' (resumed)' if prepared.resumes else ''}", style="dim")
+        if job.page is not None:
+            console.print(f"page {job.page.wait()}", style="dim", markup=False, soft_wrap=True)
         try:
             for event in job.events():
                 view.show(event)

@@ -25,6 +25,7 @@ from phalanx.launch.launcher import StartedAgent
 from phalanx.launch.prepare import Examined, Prepared
 from phalanx.launch.registry_server import RegistryServer
 from phalanx.spec.errors import RunFailed
+from phalanx.watch.page_process import PageProcess
 
 _POLL = 0.1  # seconds between two reads of the event log
 _STATE_SECONDS = 0.5  # between two messages with the state of the registry, which are also the launcher's sign of life
@@ -117,6 +118,8 @@ class Job:
         """When the agents were last told the state of the registry."""
         self._settings = agent_settings(prepared, chaos)
         self._nodes = {number: self._start(number) for number in range(nodes)}
+        self.page = PageProcess(self.rundir) if self.run.watch.page else None
+        """The live page of the run, which ends with the job; None if the run file asks for none."""
         self._error: BaseException | None = None
         self._ended = threading.Event()
         threading.Thread(target=self._follow, name="launcher", daemon=True).start()
@@ -143,6 +146,8 @@ class Job:
             self._ended.wait()
             self._log.close()
             self.rundir.release()
+            if self.page is not None:
+                self.page.close()
         if self._error is not None:
             raise self._error
         if self.failure is not None:

@@ -33,8 +33,6 @@ def check(run: Run) -> list[str]:
         except Wrong as wrong:
             problems.append(str(wrong))
             readable = False
-        else:
-            problems += filter(None, [key.refusal(value)])
     # With a negative size or text in place of a number, problems between keys cannot be computed.
     return problems + [finding.sentence for finding in findings(run)] if readable else problems
 

@@ -209,9 +209,6 @@ class Draft:
                 values[path] = key.read(value, bare)
             except Wrong as wrong:
                 self.problem(where, str(wrong), path)
-                continue
-            if (refusal := key.refusal(values[path])) is not None:
-                self.problem(where, refusal)
         return values
 
     def build(self, values: Mapping[str, Any], base: ModelSpec | None = None) -> Run:

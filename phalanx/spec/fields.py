@@ -41,11 +41,6 @@ def read_by(*kinds: str) -> dict[str, Any]:
     return {"read_by": kinds}
 
 
-def later(capability: str) -> dict[str, Any]:
-    """Metadata of a key whose capability is not built yet: any value but the default is refused by name."""
-    return {"later": capability}
-
-
 def within(
     low: float | None = None, high: float | None = None, *, above: float | None = None, infinite: bool = False
 ) -> dict[str, Any]:

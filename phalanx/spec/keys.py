@@ -169,14 +169,6 @@ class Key:
             return (self._read_one(self.path, value),)
         return tuple(self._read_one(f"{self.path}[{i}]", item) for i, item in enumerate(value))
 
-    def refusal(self, value: Any) -> str | None:
-        """The sentence that refuses a value whose capability is not built yet; None for any other value."""
-        capability = self.metadata.get("later")
-        if capability is not None and value != self.default:
-            remedy = "remove it" if self.default is None else f"remove it or set it to {toml(self.default)}"
-            return f"{self.path} = {quote(value)} asks for {capability}, which is not built yet: {remedy}."
-        return None
-
     def _read_one(self, path: str, value: Any) -> Any:
         accepted = _ACCEPTED.get(self.kind, (self.kind,))
         if type(value) not in accepted:  # not isinstance: true is not an integer here

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from phalanx.spec.fields import CHANGEABLE, NO_EFFECT, below, later, read_by, within
+from phalanx.spec.fields import CHANGEABLE, NO_EFFECT, below, read_by, within
 from phalanx.spec.layout import Layout
 from phalanx.spec.model import ModelSpec
 
@@ -428,8 +428,8 @@ class Watch:
     """Log to Weights & Biases (needs the extra `wandb`)."""
     wandb_project: str = "phalanx"
     """Project in Weights & Biases."""
-    page: bool = field(default=False, metadata=later("the live page"))
-    """Serve a live page of the run."""
+    page: bool = False
+    """Serve a live page of the run while it goes on, at a port of this machine; `phalanx watch` shows it at any time."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

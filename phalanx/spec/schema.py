@@ -97,5 +97,4 @@ def _key(key: Key, description: str) -> JsonObject:
     result: JsonObject = {"anyOf": [element, {"type": "array", "items": element}]} if key.many else element
     if key.default is not MISSING and key.default is not None:
         result["default"] = list(key.default) if key.many else key.default
-    not_built = " (not built yet)" if "later" in key.metadata else ""
-    return result | {"description": description + not_built}
+    return result | {"description": description}

@@ -168,18 +168,6 @@ def test_invalid_keys_are_refused(refuse: Refuse, case: str) -> None:
     refuse("train", "tiny.toml", *overrides, parts=parts)
 
 
-@pytest.mark.parametrize(
-    "override",
-    [
-        "watch.page=true",
-    ],
-)  # fmt: skip
-def test_key_that_is_not_implemented_is_refused(refuse: Refuse, override: str) -> None:
-    key, _, value = override.partition("=")
-    lines = refuse("train", "tiny.toml", override, parts=(key,))
-    assert any(f"{key} = " in line and value in line and "not built yet" in line for line in lines)
-
-
 FILES = {
     "broken syntax": (b"[train\nsteps = 5\n", ("tiny.toml:1",)),
     "text without quotes": (b"[data]\nsource = stdlib\n", ("tiny.toml:2", "quotes")),

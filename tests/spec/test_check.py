@@ -12,7 +12,7 @@ from phalanx.spec.keys import find_key, is_table
 from phalanx.spec.layout import Layout
 from phalanx.spec.load import loads
 from phalanx.spec.model import Mla, ModelSpec, Moe, RopeScaling
-from phalanx.spec.run import Checkpoint, Cluster, Data, Memory, MixedSource, Optimizer, Resilience, Run, Train, Watch
+from phalanx.spec.run import Checkpoint, Cluster, Data, Memory, MixedSource, Optimizer, Resilience, Run, Train
 
 BASE = Run(train=Train(batch=8, steps=10, sequence_length=64))
 
@@ -334,13 +334,11 @@ def test_check_reads_values_of_runs_made_in_python() -> None:
         model=ModelSpec(heads=0),
         train=Train(batch=8, steps="ten"),
         optimizer=Optimizer(name="sgd"),
-        watch=Watch(page=True),
     )  # type: ignore[arg-type]
-    heads, steps, name, page = check(run)
+    heads, steps, name = check(run)
     assert heads == "model.heads = 0 is out of range: it must be at least 1."
     assert steps.startswith('train.steps = "ten" is a string')
     assert name.startswith('optimizer.name = "sgd" is unknown')
-    assert page.startswith("watch.page = true asks for the live page")
     (missing,) = check(replace(BASE, train=replace(BASE.train, seed=None)))  # type: ignore[arg-type]
     assert missing.startswith("train.seed = None is a Python NoneType")
 
@@ -385,7 +383,7 @@ def test_a_missing_key_is_told_at_its_table() -> None:
 def test_what_rests_on_another_mistake_is_not_told() -> None:
     assert places("[train]\nbatch = 8\nsteps = 'x'\n") == ["run.toml:3"]
     assert places("[trian]\nbatch = 8\nsteps = 9\n") == ["run.toml:1"]
-    assert places("[train]\nbatch = 8\nsteps = 5\n[model]\nheads = 'x'\ndim = 3\n[watch]\npage = true\n") == [
+    assert places("[train]\nbatch = 8\nsteps = 5\n[model]\nheads = 'x'\ndim = 3\n[watch]\nlog_every = 0\n") == [
         "run.toml:5",
         "run.toml:8",
     ]

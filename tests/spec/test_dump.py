@@ -74,9 +74,7 @@ def draw_run(draw: random.Random) -> Run:
         settings["model.preset"] = draw.choice(sorted(set(PRESETS)))
         settings["train.sequence_length"] = 64
     run = loads("", overrides=[f"{path}={toml(value)}" for path, value in settings.items()])
-    keys = [
-        key for key in KEYS.values() if "later" not in key.metadata and key.path != "model.preset" and key.table != "command"
-    ]
+    keys = [key for key in KEYS.values() if key.path != "model.preset" and key.table != "command"]
     for key in draw.sample(keys, 18):
         candidate = put(run, key.path.replace("*", draw.choice(["wiki", "code-2"])).split("."), draw_value(draw, key))
         run = candidate if not check(candidate) else run

@@ -171,20 +171,6 @@ MISTAKES = {
     ),
     "zero stage": (GOOD, ["layout.zero=4"], [("layout.zero = 4", "between 1 and 3")]),
     "negative size": (GOOD, ["model.dim=-64"], [("model.dim = -64", "at least 1")]),
-    # What is not built yet.
-    "later switch": (
-        GOOD + "[watch]\npage = true\n",
-        [],
-        [("run.toml:5: watch.page = true asks for the live page, which is not built yet: remove it or set it to false.",)],
-    ),
-    "later beside a conflict": (
-        GOOD + "[layout]\ntensor = 3\n[watch]\npage = true\n",
-        [],
-        [
-            ("run.toml:5: ", "layout.tensor = 3 does not divide model.heads = 4", "set it to 2 or 4"),
-            ("run.toml:7: ", "the live page"),
-        ],
-    ),
     # Presets.
     "unknown preset": (
         'model = "lama3-8b"\n' + GOOD,

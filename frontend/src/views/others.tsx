@@ -1,0 +1,116 @@
+// Checkpoints, data, samples, experts, pipeline.
+import { useState } from "preact/hooks";
+import type { Curve, Header, N, Note } from "../api";
+import { Chart } from "../chart";
+import * as f from "../format";
+import { Drawing, Figure, Figures, Nothing, Table } from "../parts";
+import type { Route } from "../route";
+import { runColor, theme } from "../theme";
+import { zoomOf } from "./overview";
+
+interface Save { kind: string; step: N; time: N; path?: string; url?: string; reason?: string; bytes?: N; seconds?: N; stall?: N; bytes_per_second?: N; difference?: N; }
+export interface Checkpoints { header: Header; saves: Save[]; counts: Record<string, number>; curve: { x: number[]; y: Record<string, N[]> }; stall: number; on_disk: string[]; copies: { count: number; stall?: number; skipped?: number; last?: { step: number; bytes: N; peer: boolean } }; copy_curve: Curve; }
+
+const tail = (path: string | undefined) => path?.split("/").filter(part => part).pop() ?? "";
+
+export function CheckpointsView({ data }: { data: Checkpoints }) {
+  const { counts, copies } = data, bad = (counts.save_failed ?? 0) + (counts.upload_failed ?? 0) + (counts.export_failed ?? 0) + (counts.checkpoint_damaged ?? 0);
+  if (!data.saves.length && !copies.count) return <Nothing>Nothing is saved yet. `checkpoint.every` says how often.</Nothing>;
+  return (
+    <>
+      <Figures>
+        <Figure name="checkpoints" value={f.whole(counts.saved)} more={`${data.on_disk.length} in the run directory`} />
+        <Figure name="training waited" value={f.duration(data.stall)} more="for all saves" />
+        {counts.uploaded ? <Figure name="uploads" value={f.whole(counts.uploaded)} /> : null}
+        {counts.exported ? <Figure name="exports" value={f.whole(counts.exported)} /> : null}
+        <Figure name="failed" value={f.whole(bad)} tone={bad ? "bad" : undefined} />
+        {copies.count > 0 && <Figure name="copies in host memory" value={f.whole(copies.count)} more={`the last of step ${f.whole(copies.last!.step)}, ${f.size(copies.last!.bytes)}, ${copies.last!.peer ? "on a second node, too" : "on one node"}`} />}
+      </Figures>
+      <div class="charts">
+        {data.curve.x.length > 0 && <Chart title="time of a save" x={data.curve.x} lines={[{ label: "until complete", values: data.curve.y.seconds! }, { label: "training waited", values: data.curve.y.stall!, color: runColor(1) }]} format={f.short} />}
+        {data.curve.x.length > 0 && <Chart title="write throughput" x={data.curve.x} lines={[{ label: "throughput", values: data.curve.y.bytes_per_second! }]} format={f.rate} />}
+        {copies.count > 1 && <Chart title="time of a copy in host memory" x={data.copy_curve.x} lines={[{ label: "until complete", values: data.copy_curve.y.seconds!.mean }, { label: "training waited", values: data.copy_curve.y.stall!.mean, color: runColor(1) }]} format={f.short} />}
+      </div>
+      {data.saves.length > 0 && <section class="card"><h2>saves, the newest first</h2>
+        <Table label="saves" numbers={[2, 3, 4, 5]} head={["time", "", "step", "size", "took", "waited", "where"]} rows={data.saves.slice(0, 200).map(row => [<time>{f.moment(row.time)}</time>, <span class={/failed|damaged/.test(row.kind) ? "bad" : undefined}>{row.kind.replaceAll("_", " ")}</span>, f.whole(row.step), row.bytes === undefined ? "" : f.size(row.bytes), row.seconds === undefined ? "" : f.short(row.seconds), row.stall === undefined ? "" : f.short(row.stall), row.reason ? `${tail(row.path ?? row.url)} ${row.reason}` : <>{tail(row.path ?? row.url)}{data.on_disk.includes(tail(row.path)) && row.kind === "saved" ? " (on disk)" : ""}</>])} />
+      </section>}
+    </>
+  );
+}
+
+export interface Data { header: Header; data: Record<string, number>; tokens: number; samples: N; epochs: N; tokens_per_parameter: N; sources: Record<string, { x: number[]; loss: N[] }>; settings: Record<string, string>; changes: Note[]; }
+
+export function DataView({ data }: { data: Data }) {
+  const names = Object.keys(data.sources), total = data.data.run_tokens ?? 0;
+  return (
+    <>
+      <Figures>
+        <Figure name="documents" value={f.whole(data.data.documents)} />
+        <Figure name="tokens of an epoch" value={f.count(data.data.tokens)} />
+        <Figure name="trained tokens" value={f.count(data.tokens)} more={total ? `${f.percent(data.tokens / total)} of ${f.count(total)}` : undefined} />
+        <Figure name="epochs" value={data.epochs === null ? f.UNKNOWN : data.epochs.toPrecision(3)} />
+        <Figure name="position" value={f.whole(data.samples)} more="sequences read" />
+        <Figure name="tokens per parameter" value={data.tokens_per_parameter === null ? f.UNKNOWN : data.tokens_per_parameter.toPrecision(3)} />
+      </Figures>
+      {total > 0 && <p class="bar" role="img" aria-label={`${f.percent(data.tokens / total)} of the run's tokens`}><i style={{ width: `${Math.min(100, 100 * data.tokens / total)}%` }} /></p>}
+      <div class="charts">
+        {names.length > 0 && <div class="wide"><Chart title="held-out loss by source" x={[]} lines={names.slice(0, 8).map((name, index) => ({ label: name, color: runColor(index), values: data.sources[name]!.loss, x: data.sources[name]!.x }))} format={f.loss} value="" /></div>}
+        {names.length > 0 && <section class="card"><h2>sources</h2><Table label="sources" numbers={[1, 2]} head={["source", "first held-out loss", "last"]} rows={names.map(name => [name, f.loss(data.sources[name]!.loss[0]), f.loss(data.sources[name]!.loss.at(-1))])} /></section>}
+        <section class="card"><h2>[data] of the run file</h2><Table label="data settings" head={["key", "value"]} rows={Object.entries(data.settings).map(([key, value]) => [<code>{key}</code>, value])} /></section>
+        {data.changes.length > 0 && <section class="card"><h2>changes</h2><ul class="plain">{data.changes.map((note, index) => <li key={index}><time>{f.moment(note.time)}</time> {note.text}</li>)}</ul></section>}
+      </div>
+    </>
+  );
+}
+
+export interface Samples { header: Header; samples: { prompt: string; text: string; step: number; tokens: number; seconds: N; time: N }[]; total: number; }
+
+export function SamplesView({ data }: { data: Samples }) {
+  const [prompt, setPrompt] = useState<string | null>(null), prompts = [...new Set(data.samples.map(sample => sample.prompt))], shown = data.samples.filter(sample => prompt === null || sample.prompt === prompt);
+  if (!data.samples.length) return <Nothing>No samples: `train.sample_every` and `train.sample_prompts` ask for them.</Nothing>;
+  return (
+    <>
+      <p class="tools-row"><label>prompt <select value={prompt === null ? "" : String(prompts.indexOf(prompt))} onChange={event => setPrompt(event.currentTarget.selectedIndex ? prompts[event.currentTarget.selectedIndex - 1]! : null)}><option value="">all</option>{prompts.map((each, index) => <option key={index} value={String(index)}>{each.slice(0, 60) || "(beginning of a document)"}</option>)}</select></label> <span class="muted">{shown.length} of {data.total}</span></p>
+      <div class="samples">{shown.slice(0, 100).map((sample, index) => <article class="card" key={index}><h2>step {f.whole(sample.step)}</h2><p class="muted">{sample.tokens} tokens in {f.short(sample.seconds)}</p><pre tabIndex={0}><b>{sample.prompt}</b>{sample.text}</pre></article>)}</div>
+    </>
+  );
+}
+
+export interface Experts { header: Header; curve: Curve; }
+
+export function ExpertsView({ data, route }: { data: Experts; route: Route }) {
+  const line = data.curve.y.expert_load;
+  if (!line?.mean.some(value => value !== null)) return <Nothing>The model has no experts, or none has been counted yet.</Nothing>;
+  return (
+    <>
+      <p class="muted">Load of the fullest expert divided by the mean, in the worst layer, over the last 20 steps. 1 × is an even load. Loads of single layers are not recorded.</p>
+      <div class="charts"><div class="wide"><Chart title="load of the fullest expert" x={data.curve.x} group="steps" lines={[{ label: "load", values: line.mean, low: line.min, high: line.max }]} format={f.times} height={320} {...zoomOf(route)} band={{ low: 1, high: 1, middle: 1, label: "even load" }} /></div></div>
+    </>
+  );
+}
+
+type Action = [string, number, number, number, number];
+export interface Pipeline { header: Header; pipeline: number; schedule: string | null; micro_batches: number; planned: N; measured: N; reason?: string; rows?: Action[][]; stop?: number; bubble?: number; kinds?: Record<string, { label: string; color: string }>; idle?: string; }
+
+export function PipelineView({ data }: { data: Pipeline }) {
+  if (!data.rows) return <Nothing>{data.reason}</Nothing>;
+  const rows = data.rows, stop = data.stop!, kinds = data.kinds!, used = new Set(rows.flatMap(row => row.map(action => action[0])));
+  const height = rows.length > 32 ? 12 : 26;
+  return (
+    <>
+      <Figures>
+        <Figure name="schedule" value={data.schedule ?? ""} more={`${rows.length} ranks, ${data.micro_batches} micro-batches`} />
+        <Figure name="bubble of the schedule" value={f.percent(data.bubble)} more="if stages take equally long" />
+        <Figure name="bubble as planned" value={f.percent(data.planned)} more="of the step" />
+        <Figure name="bubble as measured" value={f.percent(data.measured)} more="mean over ranks" />
+      </Figures>
+      <div class="charts"><div class="wide">
+        <Drawing title="one step as the schedule orders it" label={`${data.schedule}: ${rows.length} pipeline ranks, ${data.micro_batches} micro-batches, ${f.percent(data.bubble)} idle`} height={() => height * rows.length + 24} rows={() => ({ columns: ["rank", "action", "stage", "micro-batch", "start", "stop"], rows: rows.flatMap((row, rank) => row.map(([kind, stage, batch, start, end]) => [rank, kinds[kind]!.label, stage, batch, start, end])) })}
+          draw={width => { const colors = theme(), left = width < 500 ? 30 : 56, scale = (width - left) / stop; return rows.map((row, rank) => <g key={rank}><text x={0} y={height * rank + height / 2 + 4} fill={colors.muted}>{width < 500 ? rank : `rank ${rank}`}</text><rect x={left} y={height * rank + 1} width={stop * scale} height={height - 3} fill={colors.grid} />{row.map(([kind, stage, batch, start, end]) => <g key={`${kind}${stage}.${batch}`}><rect x={left + start * scale} y={height * rank + 1} width={Math.max(0.5, (end - start) * scale - 0.7)} height={height - 3} fill={kinds[kind]!.color}><title>{`${kinds[kind]!.label}, stage ${stage}, micro-batch ${batch}`}</title></rect>{(end - start) * scale > 20 && height > 20 && <text x={left + (start + end) / 2 * scale} y={height * rank + 17} text-anchor="middle" fill="#111827" font-size={11}>{batch}</text>}</g>)}</g>); }}>
+          <p class="legend">{Object.entries(kinds).filter(([kind]) => used.has(kind)).map(([kind, { label, color }]) => <span key={kind}><i class="key area" style={{ background: color }} />{label}</span>)}<span><i class="key area idle" />idle</span><span>number: micro-batch</span></p>
+        </Drawing>
+      </div></div>
+      <p class="muted">The actions as executed are not recorded; the measured bubble is the time that ranks waited for other stages in a timed step.</p>
+    </>
+  );
+}
