@@ -36,6 +36,7 @@ _VERBS = {
     "logs": "watch_cmd.logs",
     "stop": "watch_cmd.stop",
     "watch": "page_cmd.watch",
+    "report": "report_cmd.report",
     "verify": "verify_cmd.verify",
     "generate": "model_cmd.generate",
     "chat": "chat_cmd.chat",
