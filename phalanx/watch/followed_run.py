@@ -132,7 +132,7 @@ class FollowedRun:
             return str(self.digest.ended["state"])
         then, state = self._state
         if time.monotonic() - then > _STATE_SECONDS:
-            state = "running" if self.rundir.in_use or self.rundir.job_is_running else "interrupted"
+            state = "running" if self.rundir.is_running else "interrupted"
             self._state = (time.monotonic(), state)
         return state
 
