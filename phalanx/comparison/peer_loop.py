@@ -110,12 +110,21 @@ Losses = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 class PeerLoop:
-    """A training loop as most people write it: forward under autocast, backward, clipping, fused AdamW on fp32 weights."""
+    """A training loop as most people write it: forward under autocast, backward, clipping, fused AdamW on fp32 weights.
+
+    Stacked weights of experts are in 16 bits next to fp32 masters: autocast does not know torch's grouped products, which are slow in fp32.
+    """
 
     def __init__(self, job: PeerJob, model: nn.Module, losses: Losses, *, autocast: bool = True):
         """`autocast`: off where the model's own wrapper casts."""
         self._job, self._losses, self._autocast = job, losses, autocast and job.dtype != torch.float32
-        self._params = [param for param in model.parameters() if param.requires_grad]
+        params = [param for param in model.parameters() if param.requires_grad]
+        self._low: list[Tensor] = [param for param in params if param.ndim == 3 and self._autocast]
+        self._masters = [param.detach().clone() for param in self._low]
+        for param in self._low:
+            param.data = param.data.to(job.dtype)
+        self._params: list[Tensor] = [*(param for param in params if param.dtype == torch.float32), *self._masters]
+        """What the optimizer updates."""
         self._optimizer = job.adamw(list(self._params))
         self._taken = 0
 
@@ -126,10 +135,15 @@ class PeerLoop:
         with self.computing():
             loss, whole = self._losses(tokens, targets)
         whole.backward()
+        for param, master in zip(self._low, self._masters, strict=True):
+            master.grad, param.grad = None if param.grad is None else param.grad.float(), None
         nn.utils.clip_grad_norm_(self._params, self._job.run.train.clip, foreach=True)
         for group in self._optimizer.param_groups:
             group["lr"] = self._job.rate(self._taken)
         self._optimizer.step()
+        if self._low:
+            with torch.no_grad():
+                torch._foreach_copy_(self._low, self._masters)
         self._taken += 1
         return loss.detach()
 

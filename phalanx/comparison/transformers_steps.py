@@ -34,6 +34,7 @@ class TransformersSteps:
         self._loop = PeerLoop(job, self._model, losses)
         self.version, self.compute = transformers.__version__, job.compute
         cast = "fp32 weights" if job.compute == "fp32" else "fp32 weights, autocast to bf16"
+        cast += ", experts in bf16 with fp32 master weights" if job.run.model.moe is not None and job.compute != "fp32" else ""
         self.settings = f"{family}, {cast}, {'compiled whole' if job.compile else 'not compiled'}, sdpa, logits of all tokens"
 
     def step(self) -> Tensor:
