@@ -139,6 +139,7 @@ def moved(straight: Straight) -> tuple[Workshop, str]:
     return workshop, "moved"
 
 
+@pytest.mark.slow  # a minute; `training/test_any_layout` and `test_exact_resume` change layouts without a launcher
 def test_run_on_changing_layouts_has_the_losses_of_one_rank(
     moved: tuple[Workshop, str], straight: Straight, losses: StepLosses
 ) -> None:

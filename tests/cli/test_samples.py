@@ -18,6 +18,7 @@ from phalanx.spec.load import loads
 SAMPLES = ("train.sample_every=4", 'train.sample_prompts=["the "]', "train.sample_tokens=6")
 
 
+@pytest.mark.slow
 def test_samples_are_shown_and_recorded_on_sharded_layouts(workshop: Workshop) -> None:
     layout = ("layout.data=1", "layout.shard=2")
     plain = workshop.train(*layout, "--run-dir", "plain")

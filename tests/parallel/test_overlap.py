@@ -121,7 +121,7 @@ def hidden(log: list[str]) -> int:
     return count
 
 
-@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("recompute", ["none", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("selective", "full"))])
 def test_forwards_next_to_backwards_give_the_same_bits(recompute: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     apart = run_ranks(trained, 4, tmp_path, recompute, False, layout=LAYOUT)

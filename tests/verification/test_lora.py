@@ -130,6 +130,7 @@ def test_experts_on_other_ranks(pool: RankPool) -> None:
     assert report.passed, told(report)
 
 
+@pytest.mark.slow
 def test_a_custom_module(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its linear layers are found by their class, and its table of dimensions says how adapters are cut."""
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "examples"))
