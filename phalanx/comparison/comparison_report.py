@@ -37,8 +37,8 @@ class Tolerance:
     tokens: float
     """Root mean square of the differences of single tokens' losses before the first step, relative to the standard deviation of these losses. Two
     fresh models with other weights differ by about 1.4, so this tells them apart where the mean loss does not. Not in nats: logits of a wider model
-    spread more, and so does their rounding (bf16 against fp32, 16 layers, width 256 to 1024: 0.003 to 0.013 nats, 0.012 to 0.022 of the deviation;
-    width 4096 on a GPU: 0.054 nats, 0.042)."""
+    spread more, and so does their rounding (bf16 against fp32, 16 layers, width 256 to 1024: 0.004 to 0.013 nats, 0.012 to 0.022 of the deviation;
+    two trainers on a GPU, width 4096: 0.054 nats)."""
     steps: float
     """Relative difference of the mean loss of each of the first steps."""
 

@@ -8,15 +8,15 @@ import io
 import os
 import re
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from phalanx.dashboard.numbers import UNKNOWN, count, percent, short_duration, size
+from phalanx.dashboard.numbers import UNKNOWN
 from phalanx.dashboard.pictures import GRID, INK, MUTED, new_figure, plain_axes, printable
 from phalanx.spec.errors import RunError
-from phalanx.watch.run_report import Picture, Report, Section, Table
+from phalanx.watch.run_report import UNITS, Picture, Report, Section, Table
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 _COLORS = ("#2563eb", "#ea580c", "#9aa5b1")
 _FAILURE = "#dc2626"
-_SHOWN: dict[str, Callable[[float | None], str]] = {"s": short_duration, "count": count, "fraction": percent, "B": size}
 _SIZE, _NARROW = (10.0, 2.8), (5.4, 2.5)
 """Inches of the first picture of a section, and of the others, of which two stand side by side."""
 _PAGE = (8.27, 11.69)
@@ -82,7 +81,7 @@ def draw(picture: Picture, axes: Axes) -> None:
             labelcolor=MUTED,
         )
     if picture.unit:
-        shown = _SHOWN[picture.unit]
+        shown = UNITS[picture.unit]
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: shown(value)))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.margins(x=0.01)

@@ -26,7 +26,7 @@ _TEXTS = 5
 """Samples: the newest."""
 _TEXT = 2000
 """Characters of a sample or a stack."""
-_UNITS: dict[str, Callable[[float | None], str]] = {
+UNITS: dict[str, Callable[[float | None], str]] = {
     "s": short_duration,
     "count": count,
     "fraction": percent,
@@ -55,7 +55,7 @@ class Picture:
     title: str
     lines: tuple[Line, ...]
     unit: str = ""
-    """How values are written: a key of `_UNITS`, or nothing for plain numbers."""
+    """How values are written: a key of `UNITS`, or nothing for plain numbers."""
     marks: tuple[float, ...] = ()
     """Steps at which a failure was noticed."""
     band: tuple[float, float] | None = None
@@ -162,7 +162,7 @@ def _curves(run: FollowedRun) -> Section | None:
         y=[number(row, "loss") for row in digest.evaluations],
         dots=True,
     )
-    undone = Line(name="undone steps", x=numbers_of(digest.undone["step"]), y=numbers_of(digest.undone["loss"]), dots=True)
+    undone = Line(name="undone steps", x=_floats(digest.undone["step"]), y=_floats(digest.undone["loss"]), dots=True)
     losses = tuple(line for line in (held_out, undone) if len(line.x))
     pictures = [Picture(title="loss", lines=(_line("loss", x, steps["loss"]), *losses), marks=marks)]
     for title, name, unit in (
@@ -182,13 +182,13 @@ def _curves(run: FollowedRun) -> Section | None:
 
 def _line(name: str, x: Array, y: Array) -> Line:
     if len(x) <= _POINTS:
-        return Line(name=name, x=numbers_of(x), y=numbers_of(y))
+        return Line(name=name, x=_floats(x), y=_floats(y))
     starts = bucket_starts(len(x), _POINTS)
     low, mean, high = reduced(y, starts)
-    return Line(name=name, x=numbers_of(x[starts]), y=numbers_of(mean), low=numbers_of(low), high=numbers_of(high))
+    return Line(name=name, x=_floats(x[starts]), y=_floats(mean), low=_floats(low), high=_floats(high))
 
 
-def numbers_of(values: Array) -> list[float]:
+def _floats(values: Array) -> list[float]:
     return [np.nan if value is None else value for value in numbers(values)]
 
 
@@ -198,7 +198,7 @@ def _promise(run: FollowedRun) -> Section | None:
         return None
     rows = []
     for row in _rows(view, "rows"):
-        shown = _UNITS[str(row["unit"])]
+        shown = UNITS[str(row["unit"])]
         values = [
             shown(known(number(row, name))) for name in ("planned", "low", "high", "measured", "measured_low", "measured_high")
         ]
