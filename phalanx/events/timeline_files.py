@@ -86,6 +86,8 @@ class Author:
     ranks: int
     node: int
     host: str
+    boot: str
+    """Identifies the running system of the host: ranks with the same one share a clock."""
     generation: int
     launch: str
     """The same on all ranks of a launch."""

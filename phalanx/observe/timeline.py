@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from phalanx import accelerator
+from phalanx.events.timeline_files import Call, Span
 
 T = TypeVar("T")
 
@@ -34,32 +35,12 @@ def operation_name(collective: Callable[..., Any]) -> str:
     return _NAMES.get(name, name)
 
 
-class Interval(NamedTuple):
-    """A part of a step; `kind` and `name` as in `events/timeline_files`. A stamp is seconds of the host or an event of the device."""
-
-    begin: Any
-    end: Any
-    kind: str
-    name: str
-
-
-class CallTimes(NamedTuple):
-    """One collective or message of this rank; as in `events/timeline_files`."""
-
-    group: str
-    number: int
-    operation: str
-    label: str
-    arrived: Any
-    begin: Any
-    end: Any
-
-
 class StepTimes(NamedTuple):
-    """What was recorded from the end of one step to the end of the next, in seconds of the host's monotonic clock."""
+    """What was recorded from the end of one step to the end of the next: fields of `Span` and of `Call`. A stamp is seconds of the host's
+    monotonic clock, or an event of the device."""
 
-    intervals: list[Interval]
-    calls: list[CallTimes]
+    spans: list[tuple[Any, Any, str, str]]
+    calls: list[tuple[str, int, str, str, Any, Any, Any]]
 
 
 class Timeline:
@@ -69,8 +50,7 @@ class Timeline:
         """`on_group`: called with each group (name, use, ranks) before it is used for the first time."""
         self._accelerator, self._on_group = accelerator.of(device), on_group
         self._known: set[str] = set()
-        self._intervals: list[Interval] = []
-        self._calls: list[CallTimes] = []
+        self._times = StepTimes([], [])
         self._started: dict[int, tuple[Any, str, int, str, str]] = {}
         """Collectives in the background, by their work: when this rank began them, and which they are."""
         self._numbers: dict[str, int] = {}
@@ -91,60 +71,58 @@ class Timeline:
 
     def end_step(self) -> StepTimes | None:
         """What was recorded since the last call; on a GPU, since the call before. None: there is nothing yet."""
-        times = StepTimes(self._intervals, self._calls)
-        self._intervals, self._calls, self._numbers = [], [], {}
+        times, self._times, self._numbers = self._times, StepTimes([], []), {}
         self._started.clear()  # of a step that failed
         self._steps += 1
         if not self._accelerator.asynchronous:
             return times
-        ready, self._unread = self._unread, times
-        result = None if ready is None else self._read(ready)
         if self._anchor is None or self._steps % _ANCHOR_STEPS == 0:
             self._drop_anchor()
-        return result
+        ready, self._unread = self._unread, times
+        return ready
 
     def drain(self) -> StepTimes | None:
         """What `end_step` has not returned yet."""
         ready, self._unread = self._unread, None
         if ready is not None:
             self._accelerator.synchronize()
-        return None if ready is None else self._read(ready)
+        return ready
+
+    def since(self, begin: float, times: StepTimes) -> tuple[list[Span], list[Call]]:
+        """In seconds since `begin`."""
+
+        def seconds(stamp: Any) -> float:
+            if isinstance(stamp, float):
+                return stamp - begin
+            assert self._anchor is not None
+            return float(self._anchor[0] + self._anchor[1].elapsed_time(stamp) / 1000 - begin)
+
+        spans = [Span(seconds(first), seconds(last), kind, name) for first, last, kind, name in times.spans]
+        return spans, [Call(*call[:4], *map(seconds, call[4:])) for call in times.calls]
 
     def _drop_anchor(self) -> None:
+        """Find out what time it is on the host when it is now on the device."""
         self._accelerator.synchronize()
         event = self._accelerator.event(timing=True)
         event.record()
         self._anchor = perf_counter(), event
 
-    def _read(self, times: StepTimes) -> StepTimes | None:
-        if self._anchor is None:
-            return None
-        host, anchor = self._anchor
-
-        def seconds(stamp: Any) -> float:
-            return stamp if isinstance(stamp, float) else host + anchor.elapsed_time(stamp) / 1000
-
-        return StepTimes(
-            [Interval(seconds(begin), seconds(end), kind, name) for begin, end, kind, name in times.intervals],
-            [CallTimes(*call[:4], *map(seconds, call[4:])) for call in times.calls],
-        )
-
     # --- what the rank does ---
 
     def add(self, begin: Any, end: Any, kind: str, name: str) -> None:
-        self._intervals.append(Interval(begin, end, kind, name))
+        self._times.spans.append((begin, end, kind, name))
 
     def run(self, name: str, function: Callable[..., T], *args: Any) -> T:
         """Runs a part of the computation and records it."""
         begin = self.stamp()
         result = function(*args)
-        self._intervals.append(Interval(begin, self.stamp(), "work", name))
+        self._times.spans.append((begin, self.stamp(), "work", name))
         return result
 
     def collective(self, collective: Callable[..., Any], group: dist.ProcessGroup | None, begin: Any) -> None:
         """A collective that was waited for at once, since the stamp `begin`, is complete."""
         name = self._group_name(group)
-        self._calls.append(CallTimes(name, self._next(name), operation_name(collective), "", begin, begin, self.stamp()))
+        self._times.calls.append((name, self._next(name), operation_name(collective), "", begin, begin, self.stamp()))
 
     def began(self, work: object, group: dist.ProcessGroup | None, operation: str, label: str) -> None:
         """A collective begins in the background."""
@@ -155,7 +133,7 @@ class Timeline:
         """A wait for a collective or message that was begun, since the stamp `begin`, is over."""
         if (started := self._started.pop(id(work), None)) is not None:
             arrived, *call = started
-            self._calls.append(CallTimes(*call, begin if arrived is None else arrived, begin, self.stamp()))
+            self._times.calls.append((*call, begin if arrived is None else arrived, begin, self.stamp()))
 
     def message(self, work: object, sender: int, receiver: int, label: str, *, receives: bool) -> None:
         """A message between two ranks begins: numbers of ranks in the job. Its receiver arrives when it has nothing else to do, and its sender now."""

@@ -12,9 +12,10 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
+from phalanx.checkpointing.replicas.shm_slots import machine_id
 from phalanx.events.heartbeat import Phase
 from phalanx.events.records import Step, StepSkipped
-from phalanx.events.timeline_files import Author, Call, CallGroup, RankStep, Span, TimelineWriter
+from phalanx.events.timeline_files import Author, CallGroup, RankStep, TimelineWriter
 from phalanx.observe.comm_timer import COMM_TIMER
 from phalanx.observe.timeline import StepTimes, Timeline
 from phalanx.parallel.mesh import Mesh
@@ -41,15 +42,14 @@ class TimelineHook(StepHook):
             ranks=mesh.ranks,
             node=place.node,
             host=socket.gethostname(),
+            boot=machine_id(),
             generation=place.generation,
             launch=launch,
             wall=time.time(),
             monotonic=time.perf_counter(),
         )
         self._writer = TimelineWriter(run_dir, author, keep)
-        self.timeline = Timeline(
-            mesh.device, lambda name, use, ranks: self._writer.add_group(name, CallGroup(use, ranks))
-        )
+        self.timeline = Timeline(mesh.device, lambda name, use, ranks: self._writer.add_group(name, CallGroup(use, ranks)))
         self._phase = "other"
         self._host, self._device = time.perf_counter(), self.timeline.stamp()
         """When the phase began."""
@@ -113,19 +113,8 @@ class TimelineHook(StepHook):
         if times is None:
             return
         number, begin, end = self._steps.pop(0)
-
-        def since(stamp: float) -> float:
-            return stamp - begin
-
-        self._writer.add(
-            RankStep(
-                step=number,
-                begin=begin,
-                seconds=end - begin,
-                spans=[Span(since(a), since(b), kind, name) for a, b, kind, name in times.intervals],
-                calls=[Call(*call[:4], *map(since, call[4:])) for call in times.calls],
-            )
-        )
+        spans, calls = self.timeline.since(begin, times)
+        self._writer.add(RankStep(step=number, begin=begin, seconds=end - begin, spans=spans, calls=calls))
 
 
 class _PartObserver(StepObserver):
