@@ -75,17 +75,9 @@ def _rank_events(step: StepOfRank, zero: float, meetings: dict[tuple[int, str, i
             }
         yield _slice((pid, _WAITS), name, (call.begin - zero, call.end - zero), "wait", about)
         if call.arrived < call.begin:  # it was under way while the rank computed
-            key = f"{step.rank}.{step.step}.{call.group}.{call.number}"
-            for phase, at in (("b", call.arrived), ("e", call.end)):
-                yield {
-                    "ph": phase,
-                    "cat": "in flight",
-                    "id": key,
-                    "name": name,
-                    "pid": pid,
-                    "tid": _WAITS,
-                    "ts": _us(at - zero),
-                }
+            flight = {"cat": "in flight", "id": f"{step.rank}.{step.step}.{call.group}.{call.number}", "name": name, "pid": pid}
+            yield {"ph": "b", "tid": _WAITS, "ts": _us(call.arrived - zero), **flight}
+            yield {"ph": "e", "tid": _WAITS, "ts": _us(call.end - zero), **flight}
 
 
 def _last_to_arrive(timeline: StepTimeline, zero: float) -> Iterator[TraceEvent]:
@@ -117,17 +109,10 @@ def _us(seconds: float) -> float:
 
 
 def _slice(
-    pid: int, tid: int, name: str, begin: float, end: float, category: str, about: dict[str, Any] | None = None
+    track: tuple[int, int], name: str, interval: tuple[float, float], category: str, about: dict[str, Any] | None = None
 ) -> TraceEvent:
-    event = {
-        "ph": "X",
-        "cat": category,
-        "name": name,
-        "pid": pid,
-        "tid": tid,
-        "ts": _us(begin),
-        "dur": _us(max(0.0, end - begin)),
-    }
+    times = {"ts": _us(interval[0]), "dur": _us(max(0.0, interval[1] - interval[0]))}
+    event = {"ph": "X", "cat": category, "name": name, "pid": track[0], "tid": track[1]} | times
     return event | ({"args": about} if about else {})
 
 
