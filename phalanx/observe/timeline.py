@@ -61,10 +61,10 @@ class Timeline:
 
     # --- stamps ---
 
-    def stamp(self) -> Any:
-        """Now, on the device: what it does next begins here."""
+    def stamp(self, now: float | None = None) -> Any:
+        """Now, on the device: what it does next begins here. `now`: what the host's clock has just said."""
         if not self._accelerator.asynchronous:
-            return perf_counter()
+            return perf_counter() if now is None else now
         event = self._accelerator.event(timing=True)
         event.record()
         return event

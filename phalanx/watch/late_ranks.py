@@ -159,7 +159,7 @@ def diagnose(timeline: StepTimeline) -> Diagnosis:
 def own_seconds(step: StepOfRank) -> dict[str, float]:
     """Seconds of each phase of a step without the waits in it, and these as "waiting"."""
     own: dict[str, float] = defaultdict(float)
-    phases = [span for span in step.spans if span.kind == "phase"]
+    phases = [span for span in step.spans if span.kind == "phase" and span.name in _PHASES]  # not how a launch begins
     for span in phases:
         own[span.name] += span.end - span.begin
     for call in step.calls:
@@ -190,9 +190,9 @@ def _parts(own: OwnSeconds, seconds: float) -> tuple[Part, ...]:
     return tuple(sorted(parts, key=lambda part: -part.seconds))
 
 
-def _usual(own: OwnSeconds, phase: str, rank: int, steps: Iterable[int] | None = None) -> float:
+def _usual(own: OwnSeconds, phase: str, rank: int) -> float:
     """The median over steps. A phase that most steps do not have, such as saving, counts with its mean."""
-    values = [own[step].get(rank, {}).get(phase, 0.0) for step in (own if steps is None else steps)]
+    values = [phases[rank].get(phase, 0.0) for phases in own.values()]
     return median(values) or mean(values)
 
 
@@ -213,7 +213,7 @@ def _late_ranks(meetings: Sequence[Meeting], own: OwnSeconds, steps: int, step_s
         long = [seconds for seconds in of_steps.values() if seconds >= least]
         if per_step < least or not long:
             continue
-        phase, of_rank, of_others = _slow_phase(own, rank, members[rank], of_steps.keys(), _EXPLAINED * median(long))
+        phase, of_rank, of_others = _slow_phase(own, rank, members[rank], _EXPLAINED * median(long))
         found.append(
             LateRank(
                 rank=rank,
@@ -258,19 +258,14 @@ def _charges(meetings: Sequence[Meeting]) -> Iterator[tuple[Meeting, int, float]
                     yield meeting, culprit, seconds
 
 
-def _slow_phase(
-    own: OwnSeconds, rank: int, others: Iterable[int], steps: Iterable[int], least: float
-) -> tuple[str, float, float]:
-    """The phase in which a rank takes longer than those that wait for it, with its seconds and theirs; empty if there is none."""
-    steps, others = list(steps), list(others)
-    phases = dict.fromkeys(name for step in steps for name in own[step][rank] if name != "waiting")
-    excess = {}
-    for phase in phases:
-        of_rank = _usual(own, phase, rank, steps)
-        of_others = median(_usual(own, phase, other, steps) for other in others)
-        excess[phase] = (of_rank - of_others, of_rank, of_others)
-    if not excess:
-        return "", 0.0, 0.0
-    phase = max(excess, key=lambda name: excess[name][0])
-    more, of_rank, of_others = excess[phase]
-    return (phase, of_rank, of_others) if more >= least else ("", 0.0, 0.0)
+def _slow_phase(own: OwnSeconds, rank: int, others: Iterable[int], least: float) -> tuple[str, float, float]:
+    """The phase in which a rank usually takes longer than those that wait for it, by `least` seconds, with its seconds and theirs; empty if
+    there is none."""
+    others = list(others)
+    slow = ("", 0.0, 0.0)
+    for phase in dict.fromkeys(name for step in own.values() for name in step[rank] if name != "waiting"):
+        of_rank = _usual(own, phase, rank)
+        of_others = median(_usual(own, phase, other) for other in others)
+        if of_rank - of_others >= max(least, slow[1] - slow[2]):
+            slow = phase, of_rank, of_others
+    return slow

@@ -70,14 +70,12 @@ class TimelineHook(StepHook):
 
     def enter(self, phase: str) -> None:
         """Ends the phase and begins another one."""
-        host, device = time.perf_counter(), None
+        host = time.perf_counter()
+        device = self.timeline.stamp(host) if phase in _ON_DEVICE or self._phase in _ON_DEVICE else None
         if self._phase in _ON_DEVICE:
-            device = self.timeline.stamp()
             self.timeline.add(self._device, device, "phase", self._phase)
         else:
             self.timeline.add(self._host, host, "phase", self._phase)
-        if phase in _ON_DEVICE and device is None:
-            device = self.timeline.stamp()
         self._phase, self._host, self._device = phase, host, device
 
     def on_phase(self, phase: Phase) -> None:
