@@ -12,7 +12,9 @@ from typing import Any, Literal, get_args
 
 from phalanx.spec.errors import RunError, did_you_mean, either, shorten
 
-Kind = Literal["kill", "hang", "slow", "delay", "corrupt", "nan", "raise", "freeze", "fill-disk", "drop-link", "miscompute", "random"]
+Kind = Literal[
+    "kill", "hang", "slow", "delay", "corrupt", "nan", "raise", "freeze", "fill-disk", "drop-link", "miscompute", "random"
+]
 Point = Literal["data", "compute", "collective", "update", "save", "evaluate"]
 POINTS: tuple[str, ...] = get_args(Point)
 TARGETS = ("weights", "gradients", "optimizer")
