@@ -186,7 +186,12 @@ def test_the_page_shows_every_kind_and_its_examples_are_read() -> None:
     table = page.partition("| `data` |")[0]  # the points of a step have a table of their own
     rows = re.findall(r"^\| `([^`]+)` \|", table, re.M)
     faults = [fault for row in rows for fault in parse(row)]
-    assert {fault.kind for fault in faults} == {fault.kind for fault in parse(ISSUED)} | {"raise", "freeze", "miscompute", "delay"}
+    assert {fault.kind for fault in faults} == {fault.kind for fault in parse(ISSUED)} | {
+        "raise",
+        "freeze",
+        "miscompute",
+        "delay",
+    }
     assert set(
         re.search(r"`kinds=` takes names separated by commas: ([^.;]+)", page, re.S)[1]
         .replace("`", "")
