@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from phalanx.watch.late_ranks import diagnose
 from phalanx.watch.step_timeline import StepTimeline, load_timeline
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(shutil.which("nvidia-smi") is None, reason="needs a CUDA GPU: there is no nvidia-smi here"),
+]
 
 
-def timeline_of(folder: Path, *words: str) -> StepTimeline:
+def timeline_of(folder: Path, environment: dict[str, str], *words: str) -> StepTimeline:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     program = Path(__file__).with_name("timeline_ranks.py")
-    done = subprocess.run([*torchrun, str(program), str(folder), *words], capture_output=True, text=True, timeout=300)
+    command = [*torchrun, str(program), str(folder), *words]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     losses = json.loads(done.stdout.splitlines()[-1])["losses"]
     assert losses[-1] < losses[0]
@@ -27,8 +31,8 @@ def timeline_of(folder: Path, *words: str) -> StepTimeline:
 
 
 @pytest.mark.parametrize("technique", ["data", "tensor", "pipeline"])
-def test_steps_of_two_ranks_on_one_gpu(technique: str, tmp_path: Path) -> None:
-    timeline = timeline_of(tmp_path, technique)
+def test_steps_of_two_ranks_on_one_gpu(technique: str, tmp_path: Path, gpu_environment: dict[str, str]) -> None:
+    timeline = timeline_of(tmp_path, gpu_environment, technique)
     assert len(timeline.steps) >= 11
     for ranks in timeline.steps.values():
         for step in ranks.values():
@@ -41,6 +45,7 @@ def test_steps_of_two_ranks_on_one_gpu(technique: str, tmp_path: Path) -> None:
     assert timeline.meetings and {len(meeting.calls) for meeting in timeline.meetings} == {2}
 
 
-def test_a_planted_delay_is_named(tmp_path: Path) -> None:
-    late = diagnose(timeline_of(tmp_path, "data", "delay rank=1 in=data for=100ms from=2")).late[0]
+def test_a_planted_delay_is_named(tmp_path: Path, gpu_environment: dict[str, str]) -> None:
+    timeline = timeline_of(tmp_path, gpu_environment, "data", "delay rank=1 in=data for=100ms from=2")
+    late = diagnose(timeline).late[0]
     assert (late.rank, late.phase) == (1, "loading") and late.seconds > 0.05 and late.share_of_steps > 0.8
