@@ -47,6 +47,8 @@ class Part:
     """The rank that takes longest for it."""
     longest: float
     """Its seconds."""
+    shortest: float
+    """Seconds of the rank that takes shortest."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,11 +91,12 @@ class Diagnosis:
         parts = {part.name: part for part in self.parts}
         if varying := [late for late in self.late if not late.phase]:
             said.append(_varying_sentence(varying))
-        if (loading := parts.get("loading")) is not None and loading.share >= _LOADING_SHARE:
-            who = "The rank spends" if self.ranks == 1 else "All ranks spend"
+        loading = parts["loading"].shortest if "loading" in parts else 0.0
+        if loading > _LOADING_SHARE * self.step_seconds:
+            who = "The rank waits" if self.ranks == 1 else "Every rank waits"
             said.append(
-                f"{who} {short_duration(loading.seconds)} of a step ({percent(loading.share)}) in the data loader: it is slower than the "
-                f"computation."
+                f"{who} {short_duration(loading)} of a step ({percent(loading / self.step_seconds)}) for the data loader, which is slower "
+                f"than the computation."
             )
         if self.bubble_share >= _LEAST_SHARE:
             said.append(f"Ranks wait for other pipeline stages for {percent(self.bubble_share)} of a step.")
@@ -186,7 +189,8 @@ def _parts(own: OwnSeconds, seconds: float) -> tuple[Part, ...]:
         slowest = max(of_rank, key=lambda rank: of_rank[rank])
         usual = median(of_rank.values())
         share = usual / seconds if seconds else 0.0
-        parts.append(Part(name=name, seconds=usual, share=share, slowest=slowest, longest=of_rank[slowest]))
+        shortest = min(of_rank.values())
+        parts.append(Part(name=name, seconds=usual, share=share, slowest=slowest, longest=of_rank[slowest], shortest=shortest))
     return tuple(sorted(parts, key=lambda part: -part.seconds))
 
 
