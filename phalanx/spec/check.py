@@ -452,7 +452,8 @@ def _bf16_blocks(run: Run) -> Iterator[str]:
         if not getattr(precision, key):
             continue
         if precision.compute != "fp8":
-            yield f'$precision.{key} excepts blocks from fp8, but $precision.compute: set precision.compute = "fp8", or remove precision.{key}.'
+            compute = "$precision.compute" if precision.compute else "$(precision.compute)precision.compute is not given"
+            yield f'$precision.{key} excepts blocks from fp8, but {compute}: set precision.compute = "fp8", or remove precision.{key}.'
         elif run.model.module is not None:
             yield f"$precision.{key} counts the blocks of the built-in decoder, but $model.module: remove precision.{key}."
         elif precision.bf16_first + precision.bf16_last >= run.model.layers:
