@@ -163,11 +163,14 @@ class ReferenceLogits:
     """The number format of the matrix products that computed them: fp32, bf16, fp16 or fp8."""
     scaling: str = "tensor"
     """fp8: what one scale is for."""
+    fp8_blocks: range | None = None
+    """fp8: the blocks that compute in it; None: all."""
 
     def write(self, file: Path) -> None:
         tensors = {"tokens": self.tokens_S, "places": self.positions_K, "logits": self.logits_KV}
         on_host = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
-        save_file(on_host, file, {"compute": self.compute, "scaling": self.scaling})
+        blocks = {} if self.fp8_blocks is None else {"fp8_blocks": f"{self.fp8_blocks.start}-{self.fp8_blocks.stop}"}
+        save_file(on_host, file, {"compute": self.compute, "scaling": self.scaling} | blocks)
 
 
 def read_reference(file: Path) -> ReferenceLogits:
@@ -176,6 +179,7 @@ def read_reference(file: Path) -> ReferenceLogits:
         with safe_open(file, "pt") as opened:
             tokens, positions, logits = (opened.get_tensor(name) for name in ("tokens", "places", "logits"))
             metadata = opened.metadata()
-        return ReferenceLogits(tokens, positions, logits, metadata["compute"], metadata["scaling"])
-    except (OSError, SafetensorError, KeyError, TypeError) as error:
+        blocks = range(*map(int, metadata["fp8_blocks"].split("-"))) if "fp8_blocks" in metadata else None
+        return ReferenceLogits(tokens, positions, logits, metadata["compute"], metadata["scaling"], blocks)
+    except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
         raise RunError(f"{file} is no file of logits to compare with ({error}): name one that a run has written.") from None

@@ -332,7 +332,7 @@ def _ours(folder: Path, reference: ReferenceLogits) -> tuple[Tensor, Tensor]:
         exact = part(exact, positions)
         if reference.compute != "fp32":
             if reference.compute == "fp8":
-                fp8.apply([part], "row" if reference.scaling == "row" else "tensor", _CPU)
+                fp8.apply([part], "row" if reference.scaling == "row" else "tensor", _CPU, reference.fp8_blocks)
             with computing(reference.compute, _CPU):
                 rounded = part(rounded, positions)
         part.to_empty(device=torch.device("meta"))  # frees the block's memory

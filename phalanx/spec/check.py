@@ -379,7 +379,7 @@ _MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 def model_findings(run: Run) -> Iterator[Finding]:
     """Problems between the keys of [model], and with train.sequence_length. A custom module gives the sizes a meaning of its own."""
     sizes = (_attention, _latent, _positions, _experts) if run.model.module is None else ()
-    return apply_rules(run, _start, _module, *sizes, _lora)
+    return apply_rules(run, _start, _module, *sizes, _bf16_blocks, _lora)
 
 
 def _start(run: Run) -> Iterator[str | Finding]:
@@ -444,6 +444,21 @@ def _module(run: Run) -> Iterator[str]:
         yield f"$model.module does not name a class: write it as {example}."
     if model.mtp_depth:
         yield "$model.mtp_depth belongs to the built-in decoder, but $model.module: remove model.mtp_depth."
+
+
+def _bf16_blocks(run: Run) -> Iterator[str]:
+    precision = run.precision
+    for key in ("bf16_first", "bf16_last"):
+        if not getattr(precision, key):
+            continue
+        if precision.compute != "fp8":
+            compute = "$precision.compute" if precision.compute else "$(precision.compute)precision.compute is not given"
+            yield f'$precision.{key} excepts blocks from fp8, but {compute}: set precision.compute = "fp8", or remove precision.{key}.'
+        elif run.model.module is not None:
+            yield f"$precision.{key} counts the blocks of the built-in decoder, but $model.module: remove precision.{key}."
+        elif precision.bf16_first + precision.bf16_last >= run.model.layers:
+            yield f'$precision.{key} leaves no block to fp8: the model has {run.model.layers} of them, so set a smaller number or precision.compute = "bf16".'
+            return
 
 
 def _lora(run: Run) -> Iterator[str]:

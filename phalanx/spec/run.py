@@ -224,6 +224,10 @@ class Precision:
     """Format of forward and backward. fp16 scales the loss; fp8 applies to the matrices of the blocks, with bf16 around them. Default: bf16 on GPUs, fp32 on CPUs."""
     fp8_scaling: Literal["tensor", "row"] = "tensor"
     """fp8: one scale per tensor, or one per row."""
+    bf16_first: int = field(default=0, metadata=within(0))
+    """fp8: blocks at the beginning of the model that compute in bf16."""
+    bf16_last: int = field(default=0, metadata=within(0))
+    """fp8: blocks at the end of the model that compute in bf16."""
     loss_scale: float = field(default=65536.0, metadata=within(above=0.0))
     """fp16: initial loss scale; halved after a step that overflows, doubled after many that do not."""
     reduce: Literal["fp32", "bf16"] = "fp32"
@@ -470,6 +474,15 @@ class Run:
     resilience: Resilience = Resilience()
     watch: Watch = Watch()
     command: Command = Command()
+
+    @property
+    def fp8_blocks(self) -> range | None:
+        """Numbers of the blocks that compute in fp8, if the run does; blocks of multi-token prediction follow those of the model. None: all."""
+        first, last = self.precision.bf16_first, self.precision.bf16_last
+        if not first and not last:
+            return None
+        layers = self.model.layers
+        return range(first, layers - last if last else layers + self.model.mtp_depth)
 
     @property
     def resumable(self) -> bool:

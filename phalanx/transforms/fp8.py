@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from phalanx import accelerator
-from phalanx.transforms.blocks import blocks, named
+from phalanx.transforms.blocks import block_number, blocks, named
 
 Scaling = Literal["tensor", "row"]
 
@@ -52,9 +52,11 @@ def available(device: torch.device) -> str | None:
     return None
 
 
-def apply(parts: Sequence[nn.Module], scaling: Scaling, device: torch.device) -> str:
-    """Make the linear layers inside the blocks compute in fp8; returns a description."""
-    changed, owners = 0, blocks(parts, 'precision.compute = "fp8"')
+def apply(parts: Sequence[nn.Module], scaling: Scaling, device: torch.device, numbers: range | None = None) -> str:
+    """Make the linear layers inside the blocks compute in fp8; returns a description. `numbers`: blocks of the whole model to which this
+    applies, such as all but the first and the last; None: all."""
+    changed, every = 0, blocks(parts, 'precision.compute = "fp8"')
+    owners = {name: block for name, block in every.items() if numbers is None or block_number(name, parts) in numbers}
     for block in owners.values():
         for module in block.modules():
             if type(module) is nn.Linear:
@@ -63,9 +65,12 @@ def apply(parts: Sequence[nn.Module], scaling: Scaling, device: torch.device) ->
                 changed += 1
     kind = "forward e4m3, gradients e5m2" if scaling == "tensor" else "e4m3, weight gradients in bf16"
     where = "multiplied in fp32 after rounding, since this is a CPU" if device.type == "cpu" else "torch._scaled_mm"
+    if not owners:
+        return f"none here: {named(list(every)) or 'a stage without blocks'} in bf16"
+    rest = [name for name in every if name not in owners]
     return (
         f"{changed} linear layers of {named(list(owners))}: {kind}, one power-of-two scale per {scaling}, {where}; "
-        "router, routed experts, embedding and head in bf16"
+        f"{named(rest) + ', ' if rest else ''}router, routed experts, embedding and head in bf16"
     )
 
 

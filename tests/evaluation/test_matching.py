@@ -78,6 +78,21 @@ def test_eight_bits(made: Saved) -> None:
     assert 1e-2 < match.difference <= match.allowed < 1
 
 
+def test_eight_bits_between_blocks_in_sixteen(made: Saved) -> None:
+    """A file of logits says which blocks computed in fp8; with others, the logits are further away."""
+    folder, _ = made("llama")
+    model = open_model(folder, "cpu").model
+    fp8.apply([model], "tensor", torch.device("cpu"), range(1, 2))
+    with torch.no_grad(), computing("fp8", torch.device("cpu")):
+        said = model(TOKENS[None], torch.arange(16)[None])[0].float()
+    known = ReferenceLogits(TOKENS, PLACES, said, "fp8", "tensor", range(1, 2))
+    match = convert.check(folder, known)
+    assert match.difference <= match.allowed < 1
+    file = folder / "some.logits"
+    known.write(file)
+    assert read_reference(file).fp8_blocks == range(1, 2)
+
+
 def test_the_library_opens_it_where_it_is_installed_and_fits(made: Saved, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, theirs = made("qwen3")
     monkeypatch.undo()

@@ -12,7 +12,7 @@ from phalanx.spec.keys import find_key, is_table
 from phalanx.spec.layout import Layout
 from phalanx.spec.load import loads
 from phalanx.spec.model import Mla, ModelSpec, Moe, RopeScaling
-from phalanx.spec.run import Checkpoint, Cluster, Data, Memory, MixedSource, Optimizer, Resilience, Run, Train
+from phalanx.spec.run import Checkpoint, Cluster, Data, Memory, MixedSource, Optimizer, Precision, Resilience, Run, Train
 
 BASE = Run(train=Train(batch=8, steps=10, sequence_length=64))
 
@@ -268,6 +268,14 @@ CONFLICTS = {
     "graphs and recomputation": (
         replace(layout(), memory=Memory(cuda_graphs=True, recompute="full")),
         ["memory.cuda_graphs = true", 'memory.recompute = "full"', "remove memory.cuda_graphs"],
+    ),
+    "blocks in bf16 without fp8": (
+        replace(BASE, precision=Precision(compute="bf16", bf16_first=1)),
+        ["precision.bf16_first = 1", 'precision.compute = "bf16"', "remove precision.bf16_first"],
+    ),
+    "no block for fp8": (
+        replace(BASE, precision=Precision(compute="fp8", bf16_first=2, bf16_last=2)),
+        ["precision.bf16_first = 2", "the model has 4 of them", 'precision.compute = "bf16"'],
     ),
     "context": (layout(context=3), ["train.sequence_length = 64", "2 × layout.context = 6", "60 or 66"]),
 }

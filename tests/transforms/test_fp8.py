@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -106,6 +108,18 @@ def test_only_linear_layers_of_blocks_change_and_parameters_do_not() -> None:
     linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and ".block" in f".{name}"]
     assert changed == linears and sentence.startswith(f"{len(changed)} linear layers of blocks.0 … mtp.0.block (4): ")
     assert type(model.head) is type(model.mtp[0].join) is nn.Linear  # type: ignore[index,union-attr]
+
+
+def test_blocks_at_both_ends_may_stay_in_bf16() -> None:
+    spec = KINDS["dense"]
+    model = build(replace(spec, layers=4))
+    sentence = fp8.apply([model], "tensor", CPU, range(1, 3))
+    changed = {name.split(".")[1] for name, module in model.named_modules() if isinstance(module, Linear8)}
+    assert changed == {"1", "2"}
+    assert "linear layers of blocks.1 and blocks.2: " in sentence and "; blocks.0 and blocks.3, router" in sentence
+    # A stage of a pipeline knows which blocks of the whole model it has.
+    stage = build(replace(spec, layers=4)).part(3, 4)
+    assert fp8.apply([stage], "tensor", CPU, range(1, 3)) == "none here: blocks.3 in bf16"
 
 
 def test_whoever_takes_a_forward_over_asks_how_to_multiply() -> None:

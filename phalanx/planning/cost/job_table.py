@@ -285,12 +285,15 @@ def model_columns(model: ModelSpec, tensor: int = 1, compute_bytes: int = 2) -> 
     }
 
 
-def machine_columns(hardware: Hardware, compute: str) -> dict[str, float]:
-    """The fields of JobTable that describe the machine. A number format that the device lacks runs in the best one it has."""
+def machine_columns(hardware: Hardware, compute: str, fp8_share: float = 1.0) -> dict[str, float]:
+    """The fields of JobTable that describe the machine. A number format that the device lacks runs in the best one it has. `fp8_share`: of
+    the blocks that compute in fp8, where the run does."""
     gpu = hardware.gpu
     half = gpu.peak("bf16") or gpu.peak("fp16") or gpu.peak("fp32") or 0.0
     peaks = {"fp32": gpu.peak("fp32"), "bf16": half, "fp16": gpu.peak("fp16"), "fp8": gpu.peak("fp8")}
     peak = peaks.get(compute) or half
+    if compute == "fp8" and fp8_share < 1.0 and half:
+        peak = 1.0 / (fp8_share / peak + (1.0 - fp8_share) / half)  # a block after the other
     return {
         "peak": peak,
         "peak16": half if compute == "fp8" else peak,

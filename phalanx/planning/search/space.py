@@ -108,7 +108,7 @@ class Space:
         run, model, memory = self.run, self.run.model, self.run.memory
         known: dict[str, Any] = {
             **model_columns(model, run.layout.tensor, 4 if self.compute == "fp32" else 2),
-            **machine_columns(self.hardware, self.compute),
+            **machine_columns(self.hardware, self.compute, _fp8_share(run)),
             "sequence": run.train.sequence_length,
             "batch": run.batch,
             "ranks": self.gpus,
@@ -372,6 +372,12 @@ def kept_scores(run: Run, hardware: Hardware) -> int:
     if not fused and grouped and (masked or not half or hardware.family.startswith("v100")):
         return 2
     return int(masked)
+
+
+def _fp8_share(run: Run) -> float:
+    """Of the blocks, that compute in fp8 where the run does."""
+    numbers = run.fp8_blocks
+    return 1.0 if numbers is None else sum(number < run.model.layers for number in numbers) / run.model.layers
 
 
 def row_count(columns: Columns) -> int:
