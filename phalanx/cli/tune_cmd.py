@@ -49,6 +49,9 @@ def tune(
         list[str] | None,
         Option(help="A key to vary although the run file sets it, such as train.micro_batch or layout. May be repeated."),
     ] = None,
+    only: Annotated[
+        list[str] | None, Option(help="Vary this key alone, even if the run file sets it. May be repeated. Default: all.")
+    ] = None,
     learn: Annotated[
         bool | None,
         Option("--learn/--no-learn", help="Have plans learn from the times. Default: if the machine was idle before."),
@@ -64,7 +67,7 @@ def tune(
     refuse(check_folders(out))
     changed = overrides or []
     run, machine = load(run_file, changed), this_machine()
-    settings = TuneSettings(minutes=minutes, ranks=ranks, vary=tuple(vary or ()), learn=learn)
+    settings = TuneSettings(minutes=minutes, ranks=ranks, vary=tuple(vary or ()), only=tuple(only or ()), learn=learn)
     with _View().shown() as view:
         watcher = Watcher(on_status=view.status, on_trial=view.add)
         result, learned = search(run, machine, settings, given_keys(run_file, changed), watcher)

@@ -13,7 +13,7 @@ from phalanx.tuning.paired_ratio import ALIVE, FRESH, Looks, Ratio, ratio_of
 from phalanx.tuning.trial_run import Side
 
 _TURN_SECONDS = 0.5
-_MIN_STEPS, _MAX_STEPS = 3, 50
+_MIN_STEPS, _MAX_STEPS = 2, 50
 """Steps of a turn that count. One more before them fills caches that the other side has used."""
 _PER_PREFETCHED = 3
 """A turn has this many steps for each batch that is prepared in advance, so that those prepared in a pause do not decide."""
@@ -23,7 +23,7 @@ _SLOWER = 20.0
 _START_PATIENCE = 120.0
 _SLOWER_START = 6.0
 """The same for the start of a side, which may compile its blocks."""
-_COUNTED_AS = 1.3
+_COUNTED_AS = 1.2
 """A duel is expected to take this many times as long as its turns: nothing is as quiet as the first steps."""
 
 Role = Literal["base", "candidate"]
@@ -32,9 +32,9 @@ Role = Literal["base", "candidate"]
 class TrialFailed(Exception):
     """A side could not be built, or could not go on."""
 
-    def __init__(self, reason: str, *, out_of_memory: bool = False):
+    def __init__(self, reason: str, *, out_of_memory: bool = False, timed_out: bool = False):
         super().__init__(reason)
-        self.reason, self.out_of_memory = reason, out_of_memory
+        self.reason, self.out_of_memory, self.timed_out = reason, out_of_memory, timed_out
 
 
 class Live(Protocol):
@@ -136,6 +136,7 @@ class Duel:
     """Largest relative difference of a loss that rounding explains."""
     record: Callable[[int, Role, int, float], None] = lambda pair, role, position, seconds: None
     on_pair: Callable[[Ratio], None] = lambda ratio: None
+    on_start: Callable[[float], None] = lambda seconds: None
     pairs: list[tuple[float, float]] = field(default_factory=list)
 
     @property
@@ -189,11 +190,14 @@ class Duel:
 
     def _open(self, role: Role) -> Live:
         if role not in self.alive:
+            patience, left = max(_START_PATIENCE, _SLOWER_START * self.start_seconds), self.deadline - self.now()
             try:
-                patience = max(_START_PATIENCE, _SLOWER_START * self.start_seconds)
-                self.alive[role] = self.bench.start(self.sides[role], max(min(patience, self.deadline - self.now()), 1.0))
+                self.alive[role] = self.bench.start(self.sides[role], max(min(patience, left), 1.0))
             except TrialFailed as failed:
+                if failed.timed_out and left < patience:
+                    failed = TrialFailed(f"not ready within the {left:.0f} s that were left for it: raise --minutes")
                 raise DuelLost(role, failed) from None
+            self.on_start(self.alive[role].start_seconds)
             if role == "candidate":
                 self._check_losses(self.alive[role].losses)
         return self.alive[role]

@@ -88,7 +88,7 @@ class TrialProcesses:
         """The next message. TrialFailed if there is none within so many seconds, or a rank has failed."""
         line = self._line(time.monotonic() + seconds)
         if line is None:
-            raise TrialFailed(f"no answer within {seconds:.0f} s")
+            raise TrialFailed(f"no answer within {seconds:.0f} s", timed_out=True)
         message = decode(line) if line.endswith(b"\n") else TrialLost(reason=self._end())
         if isinstance(message, TrialLost):
             raise TrialFailed(message.reason, out_of_memory=message.out_of_memory)

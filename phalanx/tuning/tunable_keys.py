@@ -115,7 +115,8 @@ def _offload(now: Situation) -> Iterator[Mapping[str, Any]]:
 
 
 def _compile(now: Situation) -> Iterator[Mapping[str, Any]]:
-    yield {"memory.compile": not now.base.run.memory.compile}
+    if "memory.compile" not in now.base.changes:
+        yield {"memory.compile": not now.base.run.memory.compile}
 
 
 def _cuda_graphs(now: Situation) -> Iterator[Mapping[str, Any]]:
@@ -193,9 +194,7 @@ def fixed_keys(given: frozenset[str], vary: frozenset[str]) -> frozenset[str]:
     are none of KEYS."""
     known = {*KEYS, "cluster.cpu_ranks"}
     if unknown := sorted(vary - known):
-        raise RunError(
-            [f"--vary {name} is not a key that tune varies: choose from {', '.join(sorted(known))}." for name in unknown]
-        )
+        raise RunError([f"{name} is not a key that tune varies: choose from {', '.join(sorted(known))}." for name in unknown])
     return frozenset(key for key in given if key not in vary and not ("layout" in vary and key.startswith("layout.")))
 
 

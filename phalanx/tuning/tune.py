@@ -42,6 +42,8 @@ class TuneSettings:
     """Ranks of a trial. Default: those that `phalanx train` starts here."""
     vary: tuple[str, ...] = ()
     """Keys to vary although the run sets them."""
+    only: tuple[str, ...] = ()
+    """Vary these keys alone, even those that the run sets. Default: all."""
     learn: bool | None = None
     """Whether plans on this machine learn from the times. Default: if nothing else used it before the first trial."""
 
@@ -84,7 +86,7 @@ def tune(
     """Searches, and has plans learn from it. `given`: the keys that the user has set, which keep their values. RunError before anything
     starts, RunFailed if the run does not train as it is."""
     load = os.getloadavg()[0] / machine.cores
-    fixed = fixed_keys(given, frozenset(settings.vary))
+    fixed = fixed_keys(given, frozenset((*settings.vary, *settings.only)))
     job = tune_job(run, machine, settings, fixed)
     one = job.defaults.run
     open_dataset(one.data, one.train.sequence_length, one.train.seed)  # its problems are reported here, not by every process
@@ -107,7 +109,7 @@ def tune_job(run: Run, machine: Machine, settings: TuneSettings, fixed: frozense
         fixed |= {"cluster.cpu_ranks"}
     return TuneJob(
         defaults=defaults,
-        dimensions=DIMENSIONS,
+        dimensions=[dimension for dimension in DIMENSIONS if not settings.only or dimension.key in settings.only],
         fixed=fixed,
         machine=planner.machine,
         planner=planner,

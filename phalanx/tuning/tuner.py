@@ -32,6 +32,8 @@ from phalanx.tuning.tunable_keys import Dimension, Situation, obeyed
 
 _ROOM = 0.9
 """Part of the memory that two sides may fill together, by the plan's promise, to stay alive at the same time."""
+_LATELY = 3
+"""Starts of sides that tell how long the next one takes."""
 _PREDICTED_SLOWER = 1.25
 """Predicted time of a step over that of the base from which on a candidate is not tried. Most errors of the two predictions are the same."""
 Outcome = Literal["kept", "not faster", "losses differ", "failed", "ruled out", "not tried", "out of time", "not repeated"]
@@ -85,6 +87,15 @@ class TuneResult:
         """Whether the result differs from the defaults."""
         return bool(self.best.changes)
 
+    @property
+    def keys(self) -> dict[str, Any]:
+        """The chosen keys by their dotted names; "layout" is a whole Layout."""
+        return dict(self.best.changes)
+
+    def apply(self, run: Run) -> Run:
+        """The run with the chosen keys."""
+        return with_keys(run, self.best.changes)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TuneJob:
@@ -123,6 +134,8 @@ class Tuner:
     on_trial: Callable[[Trial], None] = lambda trial: None
     _trials: list[Trial] = field(default_factory=list)
     _measurements: list[Measurement] = field(default_factory=list)
+    _first_winner: tuple[Side, DuelResult] | None = None
+    """The first side that was kept, and its duel with the defaults, with new processes."""
     _alive: Live | None = None
     """The best side so far, after its warm-up; None where sides do not fit in memory together."""
     _numbers: int = 0
@@ -162,7 +175,7 @@ class Tuner:
     def _start_defaults(self) -> None:
         self.on_status("defaults: starting")
         live = self.bench.start(self.job.defaults, self.job.budget)
-        self._losses, self._step, self._start = live.losses, live.step_seconds, live.start_seconds
+        self._losses, self._step, self._starts = live.losses, live.step_seconds, [live.start_seconds]
         self._loading = live.loading
         self._turn = turn_steps(self._step)
         self._seen.append(self.job.defaults.run)
@@ -227,7 +240,14 @@ class Tuner:
     @property
     def _reserve(self) -> float:
         """Seconds of the confirmation."""
-        return self._duel_seconds(self._turn, 2, not self._fit_together(self._best))
+        if not self._best.changes:
+            return 0.0  # the repeat of the first winner is one
+        return self._duel_seconds(self._turn, 2, not self._fit_together(self.job.defaults))
+
+    @property
+    def _start(self) -> float:
+        """Seconds until a side has warmed up, as long as it took lately. The first one fills caches of compiled code for the others."""
+        return max(self._starts[-_LATELY:])
 
     def _duel_seconds(self, steps: int, starts: int, fresh: bool) -> float:
         return expected_seconds(self._start, self._step, steps, starts=starts, fresh=fresh)
@@ -249,13 +269,22 @@ class Tuner:
             return replace(made, outcome="losses differ", reason=differ.reason)
         except DuelLost as lost:
             if lost.failed.out_of_memory and not fresh:  # perhaps because two sides are alive
-                return self._measure(made, side, steps, fresh=True)
+                return self._measure_alone(made, side, steps)
             whose = "" if lost.role == "candidate" else "the base failed meanwhile: "
             return replace(made, outcome="failed", reason=whose + lost.failed.reason)
         if result.faster:
+            if not self._best.changes:
+                self._first_winner = side, result
             self._best, self._step = side, self._step * result.ratio.median
             self._turn = turn_steps(self._step)
         return replace(made, ratio=result.ratio, **_outcome(result))
+
+    def _measure_alone(self, made: Trial, side: Side, steps: int) -> Trial:
+        """The same with a new process for each turn, if there is time for it."""
+        if self.clock() + self._duel_seconds(steps, 2, fresh=True) + self._reserve > self._end:
+            reason = "out of memory next to the base, and no time to measure it alone: raise --minutes"
+            return replace(made, outcome="out of time", reason=reason)
+        return self._measure(made, side, steps, fresh=True)
 
     def _duel(self, made: Trial, side: Side, terms: _Terms) -> DuelResult:
         """A duel with the best so far. Its process stays alive if it wins, and that of the candidate after a repeat; before a repeat,
@@ -315,6 +344,7 @@ class Tuner:
             steps=terms.steps,
             step_seconds=self._step,
             start_seconds=self._start,
+            on_start=self._starts.append,
             now=self.clock,
             deadline=deadline,
             losses=self._losses,
@@ -326,26 +356,34 @@ class Tuner:
     # The end.
 
     def _confirm(self) -> DuelResult | None:
-        """The best against the defaults, with new processes. What is not faster beyond noise is given up."""
+        """The best against the defaults, with new processes. What is not faster beyond noise is given up. Where the time is too short for
+        that, the first winner stays, which has met the defaults already."""
+        assert self._first_winner is not None, "something was kept"
         self._replace(None)
+        first, result = self._first_winner
+        if first is self._best:
+            return result
         best, defaults = self._best, self.job.defaults
         terms = _Terms("confirmation", self._turn, fresh=not self._fit_together(defaults))
         made = Trial(number=0, key="", changes=best.changes, outcome="kept", reason="")
         alive: dict[Role, Live] = {}
         duel = self._make_duel(made, {"base": defaults, "candidate": best}, alive, terms, self._end)
         try:
-            result = duel.run()
+            found = duel.run()
         except DuelLost as lost:
-            self._best, self._unconfirmed = defaults, f"the confirmation failed: {lost.failed.reason}"
-            return None
+            found = None
+            self._unconfirmed = f"{best.name}: the confirmation failed: {lost.failed.reason}"
         finally:
             for live in alive.values():
                 live.close()
-        if not result.faster:
+        if found is not None and not found.faster and not found.out_of_time:
             self._best = defaults
-            why = "the time was up" if result.out_of_time else "that is not faster beyond noise"
-            self._unconfirmed = f"side by side with the defaults it took {result.ratio.words} of time a step, and {why}"
-        return result
+            self._unconfirmed = f"{best.name}: {found.ratio.words} of time a step in the confirmation, not faster beyond noise"
+        elif found is None or found.out_of_time:
+            self._best = first
+            self._unconfirmed = self._unconfirmed or f"{best.name}: no time was left to confirm them: raise --minutes"
+            return result
+        return found
 
 
 def _outcome(result: DuelResult) -> dict[str, Any]:
@@ -355,7 +393,7 @@ def _outcome(result: DuelResult) -> dict[str, Any]:
     if result.repeated:
         return {"outcome": "not repeated", "reason": "faster at first, but not again with new processes"}
     if result.out_of_time:
-        return {"outcome": "out of time", "reason": "the time was up before it was clear"}
+        return {"outcome": "out of time", "reason": "the time was up before it was clear: raise --minutes"}
     if result.ratio.median <= 1 - MIN_GAIN:
         return {"outcome": "not faster", "reason": "not beyond noise"}
     slower = result.ratio.low > 1
