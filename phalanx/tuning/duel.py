@@ -13,6 +13,9 @@ from phalanx.tuning.paired_ratio import ALIVE, FRESH, Looks, Ratio, ratio_of
 from phalanx.tuning.trial_run import Side
 
 _TURN_SECONDS = 0.5
+WARM_UP = 8
+"""Steps before the measured ones, whose losses are compared. In the first six, code is compiled, a step is accounted, some are timed by part
+and CUDA graphs are recorded."""
 _MIN_STEPS, _MAX_STEPS = 2, 50
 """Steps of a turn that count. One more before them fills caches that the other side has used."""
 _PER_PREFETCHED = 3
@@ -45,7 +48,9 @@ class Live(Protocol):
     step_seconds: float
     """Of the last steps of the warm-up."""
     start_seconds: float
-    """From its start to the end of the warm-up."""
+    """From its start to the end of the warm-up, without the time that its steps usually take."""
+    warm_seconds: float
+    """What it may take the next time, when its code is compiled already."""
     loading: float | None
     """Part of a step spent waiting for the batch; None: not measured."""
 
@@ -126,7 +131,7 @@ class Duel:
     step_seconds: float
     """Expected time of a step."""
     start_seconds: float
-    """Expected time until a side has warmed up."""
+    """Expected time until a side has warmed up, as in `Live`."""
     now: Callable[[], float]
     deadline: float
     """When it must have ended."""
@@ -136,7 +141,7 @@ class Duel:
     """Largest relative difference of a loss that rounding explains."""
     record: Callable[[int, Role, int, float], None] = lambda pair, role, position, seconds: None
     on_pair: Callable[[Ratio], None] = lambda ratio: None
-    on_start: Callable[[float], None] = lambda seconds: None
+    on_start: Callable[[Live], None] = lambda live: None
     pairs: list[tuple[float, float]] = field(default_factory=list)
 
     @property
@@ -163,7 +168,7 @@ class Duel:
     @property
     def pair_seconds(self) -> float:
         turns = 2 * (self.steps + 1) * self.step_seconds
-        return turns + 2 * self.start_seconds if self.fresh else turns
+        return turns + 2 * (self.start_seconds + WARM_UP * self.step_seconds) if self.fresh else turns
 
     def _pair(self, number: int) -> None:
         order: tuple[Role, Role] = ("base", "candidate")
@@ -190,14 +195,15 @@ class Duel:
 
     def _open(self, role: Role) -> Live:
         if role not in self.alive:
-            patience, left = max(_START_PATIENCE, _SLOWER_START * self.start_seconds), self.deadline - self.now()
+            patience = max(_START_PATIENCE, _SLOWER_START * (self.start_seconds + WARM_UP * self.step_seconds))
+            left = self.deadline - self.now()
             try:
                 self.alive[role] = self.bench.start(self.sides[role], max(min(patience, left), 1.0))
             except TrialFailed as failed:
                 if failed.timed_out and left < patience:
                     failed = TrialFailed(f"not ready within the {left:.0f} s that were left for it: raise --minutes")
                 raise DuelLost(role, failed) from None
-            self.on_start(self.alive[role].start_seconds)
+            self.on_start(self.alive[role])
             if role == "candidate":
                 self._check_losses(self.alive[role].losses)
         return self.alive[role]
@@ -219,4 +225,4 @@ def expected_seconds(start_seconds: float, step_seconds: float, steps: int, *, s
     """How long a duel takes that is decided at its first look. `starts`: new processes, if they stay alive."""
     pairs = (FRESH if fresh else ALIVE).at[0]
     turns = pairs * 2 * (steps + 1) * step_seconds
-    return _COUNTED_AS * (turns + (2 * pairs if fresh else starts) * start_seconds)
+    return _COUNTED_AS * (turns + (2 * pairs if fresh else starts) * (start_seconds + WARM_UP * step_seconds))

@@ -27,6 +27,8 @@ _HOPELESS = 0.1
 """Probability that a candidate saves MIN_GAIN after all, below which it is given up."""
 _FAR_BEHIND = 1.03
 """Ratio at the first look from which on a candidate is given up, however noisy the machine is."""
+_FAR_SLOWER = 1.5
+"""Ratio of every pair from which on two are enough to give up."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,10 +48,10 @@ class Ratio:
 
     @property
     def words(self) -> str:
-        """Such as "−4.2 % (−5.0 … −3.1)"."""
+        """Such as "−4.2% (−5.0 … −3.1)"."""
         if not math.isfinite(self.high):
-            return f"{_percent(self.median)} %"
-        return f"{_percent(self.median)} % ({_percent(self.low)} … {_percent(self.high)})"
+            return f"{_percent(self.median)}%"
+        return f"{_percent(self.median)}% ({_percent(self.low)} … {_percent(self.high)})"
 
 
 def _percent(ratio: float) -> str:
@@ -83,7 +85,7 @@ def _place(count: int, tail: float) -> int:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Looks:
     """The numbers of pairs at which a duel may end. More chances to be called faster are more chances to be called so by accident, so there
-    are only the two of `at`; a candidate that is not ahead may be given up at any of them, and at `first`."""
+    are only the two of `at`; a candidate that is not ahead may be given up at any of them, at `first`, and if it is far slower."""
 
     first: int
     at: tuple[int, ...]
@@ -91,6 +93,8 @@ class Looks:
     def verdict(self, pairs: Sequence[tuple[float, float]]) -> Verdict:
         """What the pairs so far say."""
         count = len(pairs)
+        if count > 1 and all(candidate > _FAR_SLOWER * base for base, candidate in pairs):
+            return "not faster"  # its turns take long, too
         if count not in (self.first, *self.at):
             return "go on"
         if count in self.at and ratio_of(pairs).faster:

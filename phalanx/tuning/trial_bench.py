@@ -17,15 +17,14 @@ from typing import TypeVar
 from phalanx.host.env import worker_env
 from phalanx.host.process_tree import kill_session, python_command
 from phalanx.spec.dump import dump
-from phalanx.tuning.duel import TrialFailed
+from phalanx.tuning.duel import WARM_UP, TrialFailed
 from phalanx.tuning.trial_messages import Message, Ready, TakeTurn, TrialJob, TrialLost, TrialTurn, decode, encode
 from phalanx.tuning.trial_run import Side
 
-WARM_UP = 8
-"""Steps before the measured ones, whose losses are compared. In the first six, code is compiled, a step is accounted, some are timed by part
-and CUDA graphs are recorded."""
 _SETTLED = 3
 """The last steps of the warm-up, which are like the measured ones."""
+_COMPILING, _CACHED = 3, 0.5
+"""The first steps, in which code is compiled, and the part of that time that a cache of compiled code saves."""
 _CLOSE_SECONDS = 5.0
 """For processes to end before they are killed."""
 T = TypeVar("T", bound=Message)
@@ -70,7 +69,9 @@ class TrialProcesses:
             raise
         self.losses, self.step_seconds = turn.losses, median(turn.seconds[-_SETTLED:])
         self.loading = turn.parts.get("loading", 0.0) / sum(turn.parts.values()) if turn.parts else None
-        self.start_seconds = time.monotonic() - begun
+        self.start_seconds = max(time.monotonic() - begun - WARM_UP * self.step_seconds, 0.0)
+        compiling = max(sum(turn.seconds[:_COMPILING]) - _COMPILING * self.step_seconds, 0.0)
+        self.warm_seconds = self.start_seconds - _CACHED * compiling
 
     def take(self, steps: int, seconds: float) -> Sequence[float]:
         return self._turn(steps, seconds).seconds

@@ -155,10 +155,11 @@ def _buckets(now: Situation) -> Iterator[Mapping[str, Any]]:
 def _threads(now: Situation) -> Iterator[Mapping[str, Any]]:
     if now.on_gpu:
         return
-    threads = now.base.plan.threads
-    for value in (2 * threads, threads // 2):
-        if 1 <= value <= now.machine.cores:
-            yield {"cluster.threads": value}
+    threads, ranks = now.base.plan.threads, now.base.plan.ranks
+    if 2 * threads * ranks <= now.machine.cores:
+        yield {"cluster.threads": 2 * threads}
+    if threads > 1:
+        yield {"cluster.threads": threads // 2}
 
 
 def _stage_split(now: Situation) -> Iterator[Mapping[str, Any]]:
@@ -176,7 +177,6 @@ DIMENSIONS = (
     Dimension(key="layout", values=_layouts),
     Dimension(key="train.micro_batch", values=_micro_batches),
     Dimension(key="memory.offload", values=_offload),
-    Dimension(key="memory.recompute", values=_recompute),
     Dimension(key="memory.cuda_graphs", values=_cuda_graphs),
     Dimension(key="cluster.threads", values=_threads),
     Dimension(key="memory.loss_chunk", values=_loss_chunks),
@@ -184,8 +184,9 @@ DIMENSIONS = (
     Dimension(key="layout.stage_split", values=_stage_split),
     Dimension(key="data.prefetch", values=_prefetch),
     Dimension(key="memory.compile", values=_compile),
+    Dimension(key="memory.recompute", values=_recompute),
 )
-"""In the order in which they are tried: what decides about the others first, what takes longest to start last."""
+"""In the order in which they are tried: what decides about the others first, what the plan knows best last."""
 KEYS = tuple(dimension.key for dimension in DIMENSIONS)
 
 

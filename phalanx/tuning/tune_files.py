@@ -92,9 +92,10 @@ def sentence(result: TuneResult, learned: Learned) -> str:
     """The result for people."""
     if result.changed and result.confirmation is not None:
         ratio = result.confirmation.ratio
-        what = f"The tuned settings take {1 - ratio.median:.1%} less time a step than the defaults ({ratio.words} side by side)"
+        what = f"The tuned settings take {1 - ratio.median:.1%} less time a step than the defaults"
+        range_ = f"side by side, {1 - ratio.high:.1%} to {1 - ratio.low:.1%} less"
         more = f" Not confirmed, and given up: {result.unconfirmed}." if result.unconfirmed else ""
-        return f"{what}, with the same losses.{more}"
+        return f"{what} ({range_}), with the same losses.{more}"
     if result.changed:
         return "Interrupted before the confirmation: the settings that were kept so far are written, each was faster twice."
     measured = [trial for trial in result.trials if trial.ratio is not None]

@@ -175,7 +175,7 @@ class Tuner:
     def _start_defaults(self) -> None:
         self.on_status("defaults: starting")
         live = self.bench.start(self.job.defaults, self.job.budget)
-        self._losses, self._step, self._starts = live.losses, live.step_seconds, [live.start_seconds]
+        self._losses, self._step, self._starts = live.losses, live.step_seconds, [live]
         self._loading = live.loading
         self._turn = turn_steps(self._step)
         self._seen.append(self.job.defaults.run)
@@ -246,11 +246,17 @@ class Tuner:
 
     @property
     def _start(self) -> float:
-        """Seconds until a side has warmed up, as long as it took lately. The first one fills caches of compiled code for the others."""
-        return max(self._starts[-_LATELY:])
+        """Seconds until a new side has warmed up, as long as it took lately."""
+        return max(live.start_seconds for live in self._starts[-_LATELY:])
+
+    @property
+    def _restart(self) -> float:
+        """The same of a side that has been started before."""
+        return max(live.warm_seconds for live in self._starts[-_LATELY:])
 
     def _duel_seconds(self, steps: int, starts: int, fresh: bool) -> float:
-        return expected_seconds(self._start, self._step, steps, starts=starts, fresh=fresh)
+        start = self._start if starts == 1 else self._restart
+        return expected_seconds(start, self._step, steps, starts=starts, fresh=fresh)
 
     def _fit_together(self, side: Side) -> bool:
         machine, device = self.job.machine, side.plan.device

@@ -31,6 +31,7 @@ class SyntheticLive:
     losses: tuple[float, ...] = LOSSES
     step_seconds: float = STEP
     start_seconds: float = 4.0
+    warm_seconds: float = 4.0
     loading: float | None = None
 
     def take(self, steps: int, seconds: float) -> Sequence[float]:

@@ -37,8 +37,8 @@ def test_few_pairs_have_no_interval() -> None:
 
 
 def test_the_words_have_signs_that_are_read_as_time() -> None:
-    assert ratio_of([(1.0, 0.958)] * 12).words == "−4.2 % (−4.2 … −4.2)"
-    assert ratio_of([(1.0, 1.01)] * 3).words == "+1.0 %"
+    assert ratio_of([(1.0, 0.958)] * 12).words == "−4.2% (−4.2 … −4.2)"
+    assert ratio_of([(1.0, 1.01)] * 3).words == "+1.0%"
 
 
 @pytest.mark.parametrize("looks", [ALIVE, FRESH])

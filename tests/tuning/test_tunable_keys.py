@@ -59,6 +59,8 @@ def test_cores_vary_ranks_and_threads_unless_they_are_given() -> None:
     assert {changes["layout"].ranks for changes in proposals(run, CORES)["layout"]} - {4}
     given = tiny_run(train=Train(batch=8, sequence_length=64, steps=1), cluster=Cluster(device="cpu", cpu_ranks=2, threads=1))
     found = proposals(given, CORES, frozenset({"cluster.cpu_ranks"}))
+    full = replace(given, cluster=replace(given.cluster, cpu_ranks=4))
+    assert not proposals(full, CORES)["cluster.threads"], "each core has a rank"
     assert {changes["layout"].ranks for changes in found["layout"]} == {2}
     assert found["cluster.threads"] == [{"cluster.threads": 2}]
 
