@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -19,14 +20,15 @@ from phalanx.cli.output import console, finish, plain_table, write_file
 from phalanx.dashboard.numbers import duration
 from phalanx.events.rundir import replace_file
 from phalanx.host.probe import this_machine
-from phalanx.spec.draft import Draft
 from phalanx.spec.errors import refuse
 from phalanx.spec.json_value import JsonObject
-from phalanx.spec.load import load, loads
+from phalanx.spec.load import given_keys, load, loads
+from phalanx.spec.plan import Machine
 
 if TYPE_CHECKING:
     from phalanx.tuning.trial_run import Side
-    from phalanx.tuning.tuner import Trial
+    from phalanx.tuning.tune import TuneSettings
+    from phalanx.tuning.tuner import Trial, TuneResult
 
 _INTERRUPTED = 130
 _TITLES = ("setting", "time a step", "pairs", "result")
@@ -77,17 +79,10 @@ def tune(
     write_file(report, lambda: tune_files.write_report(report, result, learned))
     tuned = out or folder / "tuned.toml"
     if result.changed:
-
-        def replan(text: str) -> Side:
-            from phalanx.tuning.tune import plan_defaults
-
-            return plan_defaults(loads(text, name=str(tuned), overrides=changed), machine, settings)[0]
-
-        text = tune_files.tuned_text(run_file.read_text(encoding="utf-8"), result, None if ranks else replan)
-        loads(text, name=str(tuned), overrides=changed)  # a file that would be refused is not written
+        text = _tuned_text(run_file, changed, machine, settings, result)
         for file in (tuned, *([run_file] if write else [])):
-            write_file(file, lambda file=file: replace_file(file, text))  # type: ignore[misc]
-    console.print(tune_files.sentence(result, learned), style="bold", soft_wrap=True, markup=False)
+            write_file(file, partial(replace_file, file, text))
+    console.print(tune_files.sentence(result), style="bold", soft_wrap=True, markup=False)
     if result.changed:
         words = ["phalanx", "train", str(run_file if write else tuned), *changed]
         console.print(f"To train with them: {shlex.join(words)}", soft_wrap=True, markup=False)
@@ -98,13 +93,18 @@ def tune(
         raise typer.Exit(_INTERRUPTED)
 
 
-def given_keys(run_file: Path, overrides: Sequence[str]) -> frozenset[str]:
-    """The keys that the run file and the command line set."""
-    draft = Draft(str(run_file))
-    draft.read_file(run_file)
-    for override in overrides:
-        draft.take_override(override)
-    return frozenset(draft.values())
+def _tuned_text(run_file: Path, overrides: Sequence[str], machine: Machine, settings: TuneSettings, result: TuneResult) -> str:
+    """The run file with the chosen keys. RunError if it would be refused."""
+    from phalanx.tuning import tune_files
+    from phalanx.tuning.tune import plan_defaults
+
+    def replan(text: str) -> Side:
+        return plan_defaults(loads(text, name="the tuned run file", overrides=overrides), machine, settings)[0]
+
+    text = run_file.read_text(encoding="utf-8")
+    tuned = tune_files.tuned_text(text, result, None if settings.ranks else replan)
+    loads(tuned, name="the tuned run file", overrides=overrides)
+    return tuned
 
 
 class _View:

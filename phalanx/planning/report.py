@@ -14,6 +14,7 @@ from phalanx.planning.search.bounds import NEAR
 from phalanx.planning.search.candidate import Alternative, Candidate, SearchResult
 from phalanx.spec.adapted_layers import trained_parameters
 from phalanx.spec.errors import toml
+from phalanx.spec.json_value import JsonObject
 from phalanx.spec.layout import Layout
 from phalanx.spec.run import Run
 
@@ -270,7 +271,7 @@ def keys_to_change(best: Candidate, other: Candidate) -> str:
     return " ".join(f"{key}={value if isinstance(value, str) else toml(value)}" for key, value in changes.items())
 
 
-def layout_keys(layout: Layout) -> dict[str, Any]:
+def layout_keys(layout: Layout) -> JsonObject:
     """The keys of a layout that a run file has to set. `data` is always set, because the planner would choose its default."""
     default = asdict(Layout())
     degrees = {"zero": layout.shard, "context_method": layout.context, "schedule": layout.pipeline, "stages": layout.pipeline}

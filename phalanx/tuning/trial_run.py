@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeAlias
 
 from phalanx.planning.machine_fit import PlannedRun
 from phalanx.planning.planner import plan_run
@@ -16,6 +16,9 @@ from phalanx.spec.layout import Layout
 from phalanx.spec.plan import Machine, Plan, Size
 from phalanx.spec.run import Checkpoint, Cluster, Run, Watch
 
+Value: TypeAlias = bool | int | str | Layout | None
+Changes: TypeAlias = Mapping[str, Value]
+"""Values of keys by their dotted names; "layout" is the whole table."""
 _STEPS = 1_000_000
 """More than any trial takes."""
 
@@ -29,8 +32,8 @@ class Side:
     plan: Plan
     need: float
     """Bytes of the fullest rank."""
-    changes: Mapping[str, Any] = field(default_factory=dict)
-    """Keys that differ from the run file, by their dotted names; "layout" is the whole table."""
+    changes: Changes = field(default_factory=dict)
+    """Keys that differ from the run file."""
 
     @property
     def device_bytes(self) -> float:
@@ -43,7 +46,7 @@ class Side:
         return ", ".join(map(words_of, self.changes.items())) or "defaults"
 
 
-def words_of(change: tuple[str, Any]) -> str:
+def words_of(change: tuple[str, Value]) -> str:
     """A changed key, such as "memory.compile = true"."""
     key, value = change
     if isinstance(value, Layout):
@@ -114,7 +117,7 @@ class Planner:
         """The side that `phalanx train` would run. RunError where it would refuse."""
         return _side(plan_run(run, self.machine, None, self._size), {})
 
-    def changed(self, base: Side, changes: Mapping[str, Any]) -> Side:
+    def changed(self, base: Side, changes: Changes) -> Side:
         """A side with further keys changed. RunError where the run or the plan rules that out."""
         run = with_keys(base.run, changes)
         refuse(check(run))
@@ -124,15 +127,16 @@ class Planner:
         return _side(planned, {**base.changes, **changes})
 
 
-def _side(planned: PlannedRun, changes: Mapping[str, Any]) -> Side:
+def _side(planned: PlannedRun, changes: Changes) -> Side:
     run, plan = planned.run, planned.plan
     pinned = replace(run, layout=plan.layout, train=replace(run.train, micro_batch=plan.micro_batch))
     return Side(run=pinned, plan=plan, need=planned.need, changes=changes)
 
 
-def with_keys(run: Run, changes: Mapping[str, Any]) -> Run:
-    """The run with other values of some keys, by dotted names; "layout" is the whole table."""
+def with_keys(run: Run, changes: Changes) -> Run:
+    """The run with other values of some keys."""
     for key, value in changes.items():
         table, _, name = key.partition(".")
-        run = replace(run, **{table: replace(getattr(run, table), **{name: value}) if name else value})
+        part: Any = replace(getattr(run, table), **{name: value}) if name else value
+        run = replace(run, **{table: part})
     return run

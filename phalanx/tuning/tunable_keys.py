@@ -3,16 +3,15 @@ machine. A dimension proposes values next to those of the best side so far, and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 from phalanx.planning.request import PlanRequest
 from phalanx.planning.search.search import find
 from phalanx.spec.errors import RunError
 from phalanx.spec.layout import Layout
 from phalanx.spec.plan import Machine
-from phalanx.tuning.trial_run import Side
+from phalanx.tuning.trial_run import Changes, Side, Value
 
 _LAYOUTS = 3
 """Layouts of the plan that are tried besides the one that trains."""
@@ -40,7 +39,7 @@ class Situation:
         return self.base.plan.device == "cuda"
 
 
-Values = Callable[[Situation], Iterator[Mapping[str, Any]]]
+Values = Callable[[Situation], Iterator[Changes]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,7 +52,7 @@ class Dimension:
     """Changes of the base to try, the most promising first. The caller drops those that it has tried."""
 
 
-def _layouts(now: Situation) -> Iterator[Mapping[str, Any]]:
+def _layouts(now: Situation) -> Iterator[Changes]:
     """The plan's best layouts on these devices; on CPUs also other numbers of ranks."""
     base, run = now.base, now.base.run
     if run.model.module is not None or run.optimizer.sync_every > 1:
@@ -81,7 +80,7 @@ def _layouts(now: Situation) -> Iterator[Mapping[str, Any]]:
             continue
         if (tried := tried + 1) > _LAYOUTS:
             return
-        changes = {
+        changes: dict[str, Value] = {
             "layout": candidate.layout,
             "train.micro_batch": candidate.micro_batch,
             "memory.recompute": candidate.recompute,
@@ -92,7 +91,7 @@ def _layouts(now: Situation) -> Iterator[Mapping[str, Any]]:
         yield _differing(base, changes)
 
 
-def _micro_batches(now: Situation) -> Iterator[Mapping[str, Any]]:
+def _micro_batches(now: Situation) -> Iterator[Changes]:
     size, share = now.base.plan.micro_batch, now.base.run.batch // now.base.plan.layout.replicas
     larger = next((number for number in range(2 * size, share + 1) if share % number == 0), None)
     smaller = next((number for number in range(size // 2, 0, -1) if share % number == 0), None)
@@ -101,7 +100,7 @@ def _micro_batches(now: Situation) -> Iterator[Mapping[str, Any]]:
             yield {"train.micro_batch": value}
 
 
-def _recompute(now: Situation) -> Iterator[Mapping[str, Any]]:
+def _recompute(now: Situation) -> Iterator[Changes]:
     """Less recomputation first; more of it only helps by what else then fits."""
     if now.base.run.model.module is not None:
         return
@@ -109,24 +108,24 @@ def _recompute(now: Situation) -> Iterator[Mapping[str, Any]]:
         yield {"memory.recompute": mode}
 
 
-def _offload(now: Situation) -> Iterator[Mapping[str, Any]]:
+def _offload(now: Situation) -> Iterator[Changes]:
     if now.base.run.memory.offloads:
         yield {"memory.offload": "none"}
 
 
-def _compile(now: Situation) -> Iterator[Mapping[str, Any]]:
+def _compile(now: Situation) -> Iterator[Changes]:
     if "memory.compile" not in now.base.changes:
         yield {"memory.compile": not now.base.run.memory.compile}
 
 
-def _cuda_graphs(now: Situation) -> Iterator[Mapping[str, Any]]:
+def _cuda_graphs(now: Situation) -> Iterator[Changes]:
     unset = now.base.run.memory.cuda_graphs is None  # its default depends on the size of the blocks
     if unset and now.on_gpu and now.base.plan.ranks == 1 and now.base.plan.accumulation == 1:
         yield {"memory.cuda_graphs": True}
         yield {"memory.cuda_graphs": False}
 
 
-def _loss_chunks(now: Situation) -> Iterator[Mapping[str, Any]]:
+def _loss_chunks(now: Situation) -> Iterator[Changes]:
     run, plan = now.base.run, now.base.plan
     if run.model.module is not None or run.train.objective == "dpo" or run.model.rows < _LARGE_VOCABULARY:
         return
@@ -137,7 +136,7 @@ def _loss_chunks(now: Situation) -> Iterator[Mapping[str, Any]]:
             yield {"memory.loss_chunk": 0 if value >= tokens else value}
 
 
-def _buckets(now: Situation) -> Iterator[Mapping[str, Any]]:
+def _buckets(now: Situation) -> Iterator[Changes]:
     """Sizes that give another number of buckets, where ranks exchange gradients in buckets."""
     plan, layout = now.base.plan, now.base.plan.layout
     exchanged = (layout.shard > 1 and layout.zero < 3) or (layout.shard == 1 and (layout.data or 1) * layout.context > 1)
@@ -152,7 +151,7 @@ def _buckets(now: Situation) -> Iterator[Mapping[str, Any]]:
             yield {"memory.bucket_size": size}
 
 
-def _threads(now: Situation) -> Iterator[Mapping[str, Any]]:
+def _threads(now: Situation) -> Iterator[Changes]:
     if now.on_gpu:
         return
     threads, ranks = now.base.plan.threads, now.base.plan.ranks
@@ -162,12 +161,12 @@ def _threads(now: Situation) -> Iterator[Mapping[str, Any]]:
         yield {"cluster.threads": threads // 2}
 
 
-def _stage_split(now: Situation) -> Iterator[Mapping[str, Any]]:
+def _stage_split(now: Situation) -> Iterator[Changes]:
     if now.base.plan.layout.pipeline > 1 and now.base.run.layout.stage_split == "counted":
         yield {"layout": replace(now.base.run.layout, stage_split="measured")}
 
 
-def _prefetch(now: Situation) -> Iterator[Mapping[str, Any]]:
+def _prefetch(now: Situation) -> Iterator[Changes]:
     if now.loading is None or now.loading >= _WAITS:
         for factor in (2, 4):
             yield {"data.prefetch": factor * now.base.run.data.prefetch}
@@ -206,11 +205,12 @@ def obeyed(dimension: Dimension, fixed: frozenset[str]) -> list[str]:
     return [dimension.key] if dimension.key in fixed else []
 
 
-def _differing(base: Side, changes: Mapping[str, Any]) -> dict[str, Any]:
+def _differing(base: Side, changes: Changes) -> Changes:
     """The changes that are some."""
 
-    def value(key: str) -> Any:
+    def value(key: str) -> Value:
         table, _, name = key.partition(".")
-        return getattr(getattr(base.run, table), name) if name else getattr(base.run, table)
+        found: Value = getattr(getattr(base.run, table), name) if name else getattr(base.run, table)
+        return found
 
     return {key: new for key, new in changes.items() if value(key) != new}

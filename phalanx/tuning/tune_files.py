@@ -6,11 +6,10 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, fields
 from itertools import count
 from pathlib import Path
-from typing import Any
 
 from phalanx.events.rundir import replace_file
 from phalanx.planning.report import layout_keys
@@ -19,7 +18,7 @@ from phalanx.spec.json_value import Json, JsonObject
 from phalanx.spec.layout import Layout
 from phalanx.tuning.duel import Measurement
 from phalanx.tuning.paired_ratio import Ratio
-from phalanx.tuning.trial_run import Side
+from phalanx.tuning.trial_run import Changes, Side, Value
 from phalanx.tuning.tune import Learned, typical_seconds
 from phalanx.tuning.tuner import Trial, TuneResult
 
@@ -60,9 +59,9 @@ def tuned_text(text: str, result: TuneResult, replan: Callable[[str], Side] | No
     return tuned
 
 
-def _differences(planned: Side, best: Side, chosen: Mapping[str, Any]) -> dict[str, Any]:
+def _differences(planned: Side, best: Side, chosen: Changes) -> Changes:
     """Values of the trials that a new plan would choose differently."""
-    found: dict[str, Any] = {}
+    found: dict[str, Value] = {}
     if planned.plan.layout != best.plan.layout:
         found["layout"] = best.plan.layout
     if planned.plan.micro_batch != best.plan.micro_batch:
@@ -76,7 +75,7 @@ def _differences(planned: Side, best: Side, chosen: Mapping[str, Any]) -> dict[s
     return {key: value for key, value in found.items() if key not in chosen}
 
 
-def _tables(values: Mapping[str, Any]) -> dict[str, dict[str, Json]]:
+def _tables(values: Changes) -> dict[str, dict[str, Json]]:
     """Values by table and key, as the run file has them."""
     tables: dict[str, dict[str, Json]] = {}
     for key, value in values.items():
@@ -88,7 +87,7 @@ def _tables(values: Mapping[str, Any]) -> dict[str, dict[str, Json]]:
     return tables
 
 
-def sentence(result: TuneResult, learned: Learned) -> str:
+def sentence(result: TuneResult) -> str:
     """The result for people."""
     if result.changed and result.confirmation is not None:
         ratio = result.confirmation.ratio
@@ -131,7 +130,7 @@ def report(result: TuneResult, learned: Learned) -> JsonObject:
         "best_step_seconds": typical_seconds(result, result.best.name),
         "trials": [_trial(trial) for trial in result.trials],
         "learned": asdict(learned),
-        "sentence": sentence(result, learned),
+        "sentence": sentence(result),
     }
 
 
@@ -153,7 +152,7 @@ def _ratio(ratio: Ratio) -> JsonObject:
     return {"median": ratio.median, "low": ratio.low, "high": high, "pairs": ratio.pairs}
 
 
-def _value(value: Any) -> Json:
+def _value(value: Value) -> Json:
     return layout_keys(value) if isinstance(value, Layout) else value
 
 

@@ -5,7 +5,7 @@ defaults once more. Pure but for the `Bench` that measures and the clock, so tha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any, Literal, NamedTuple
@@ -27,7 +27,7 @@ from phalanx.tuning.duel import (
     turn_steps,
 )
 from phalanx.tuning.paired_ratio import MIN_GAIN, Ratio
-from phalanx.tuning.trial_run import Planner, Side, with_keys, words_of
+from phalanx.tuning.trial_run import Changes, Planner, Side, with_keys, words_of
 from phalanx.tuning.tunable_keys import Dimension, Situation, obeyed
 
 _ROOM = 0.9
@@ -47,7 +47,7 @@ class Trial:
     """0: it was never started."""
     key: str
     """The dimension."""
-    changes: Mapping[str, Any]
+    changes: Changes
     outcome: Outcome
     reason: str
     ratio: Ratio | None = None
@@ -88,7 +88,7 @@ class TuneResult:
         return bool(self.best.changes)
 
     @property
-    def keys(self) -> dict[str, Any]:
+    def keys(self) -> Changes:
         """The chosen keys by their dotted names; "layout" is a whole Layout."""
         return dict(self.best.changes)
 
@@ -197,7 +197,7 @@ class Tuner:
         while (changes := self._next_value(dimension)) is not None:
             self._try(dimension, changes)
 
-    def _next_value(self, dimension: Dimension) -> Mapping[str, Any] | None:
+    def _next_value(self, dimension: Dimension) -> Changes | None:
         now = Situation(base=self._best, machine=self.job.machine, fixed=self.job.fixed, loading=self._loading)
         for changes in dimension.values(now):
             run = with_keys(self._best.run, changes)
@@ -206,14 +206,14 @@ class Tuner:
                 return changes
         return None
 
-    def _skip(self, dimension: Dimension, changes: Mapping[str, Any], outcome: Outcome, reason: str) -> None:
+    def _skip(self, dimension: Dimension, changes: Changes, outcome: Outcome, reason: str) -> None:
         self._end_trial(Trial(number=0, key=dimension.key, changes=changes, outcome=outcome, reason=reason))
 
     def _end_trial(self, trial: Trial) -> None:
         self._trials.append(trial)
         self.on_trial(trial)
 
-    def _try(self, dimension: Dimension, changes: Mapping[str, Any]) -> None:
+    def _try(self, dimension: Dimension, changes: Changes) -> None:
         """One candidate, unless the plan rules it out or it cannot be finished in time."""
         try:
             side = self.job.planner.changed(self._best, changes)
