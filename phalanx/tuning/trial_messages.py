@@ -40,8 +40,6 @@ class TrialTurn:
 
     seconds: tuple[float, ...]
     losses: tuple[float, ...]
-    retries: int = 0
-    """GPUs: how often an allocation had to free cached memory first, which slows a step."""
     parts: dict[str, float] = field(default_factory=dict)
     """Seconds of one of the steps by part, where the trainer has timed one: keys of `planning/feedback.MEASURED_PARTS`."""
 

@@ -82,8 +82,7 @@ def serve(job: TrialJob, place: Place, orders: BinaryIO, answer: Answer, forward
         order = decode(line)
         assert isinstance(order, TakeTurn)
         timed = time_steps(rank.step, rank.kind, order.steps)
-        retries = rank.kind.allocation_retries()
-        answer(TrialTurn(seconds=timed.seconds, losses=timed.losses, retries=retries, parts=rank.parts()))
+        answer(TrialTurn(seconds=timed.seconds, losses=timed.losses, parts=rank.parts()))
 
 
 def _lead(job: TrialJob, orders: BinaryIO, answer: Answer) -> None:

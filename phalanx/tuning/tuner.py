@@ -396,7 +396,7 @@ def _outcome(result: DuelResult) -> dict[str, Any]:
     """What a duel says about a candidate."""
     if result.faster:
         return {"outcome": "kept", "reason": f"{1 - result.ratio.median:.1%} less time a step"}
-    if result.repeated:
+    if result.repeated and not result.out_of_time:
         return {"outcome": "not repeated", "reason": "faster at first, but not again with new processes"}
     if result.out_of_time:
         return {"outcome": "out of time", "reason": "the time was up before it was clear: raise --minutes"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import tomllib
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -13,8 +14,8 @@ from phalanx.planning.feedback import Measured, learned
 from phalanx.planning.machine_fit import need_and_promise
 from phalanx.spec.edit_file import with_commented
 from phalanx.spec.layout import Layout
-from phalanx.tuning.trial_run import Planner, Side
-from phalanx.tuning.tunable_keys import Dimension
+from phalanx.tuning.trial_run import Changes, Planner, Side
+from phalanx.tuning.tunable_keys import Dimension, Situation
 from phalanx.tuning.tune import TuneSettings, _learn
 from phalanx.tuning.tune_files import sentence, tuned_text
 from phalanx.tuning.tuner import TuneResult
@@ -61,6 +62,17 @@ def test_what_a_new_plan_would_choose_differently_is_written_too() -> None:
     other = tomllib.loads(tuned_text(FILE, result, replan))
     assert (other["train"]["micro_batch"], other["layout"]) == (1, {"data": 2}), "as in the trials"
     assert result.best.plan.layout == Layout(data=2) and result.best.plan.micro_batch == 1
+
+
+def test_a_key_that_won_several_times_has_brought_their_product() -> None:
+    def values(now: Situation) -> Iterator[Changes]:
+        yield {"data.prefetch": 2 * now.base.run.data.prefetch}
+
+    bench = SyntheticBench(factor=lambda side: {2: 1.0, 4: 0.8, 8: 0.6}.get(side.run.data.prefetch, 2.0), noise=0.005)
+    result = search(bench, Dimension(key="data.prefetch", values=values))
+    assert [trial.outcome for trial in result.trials[:3]] == ["kept", "kept", "not faster"]
+    comment = re.search(r"prefetch = 8 # tune: (\d+\.\d)% less time a step", tuned_text(FILE, result, None))
+    assert comment is not None and float(comment[1]) == pytest.approx(40, abs=0.5)
 
 
 def test_the_sentence_says_what_was_found() -> None:
