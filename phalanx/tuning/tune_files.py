@@ -105,11 +105,12 @@ def sentence(result: TuneResult) -> str:
     measured = [trial for trial in result.trials if trial.ratio is not None]
     if result.unconfirmed is not None:
         return f"The defaults are best: {result.unconfirmed}."
+    of_all = f"of {len(measured)} candidate{'s' if len(measured) > 1 else ''}, none was faster beyond noise"
     if result.interrupted:
-        return f"Interrupted: of {len(measured)} candidates, none was faster beyond noise so far."
+        return f"Interrupted: {of_all} so far." if measured else "Interrupted before a candidate was measured."
     if not measured:
         return "Nothing was measured: see the reasons above."
-    return f"The defaults are best: of {len(measured)} candidates, none was faster beyond noise."
+    return f"The defaults are best: {of_all}."
 
 
 def learned_sentence(learned: Learned) -> str:
