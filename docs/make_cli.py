@@ -22,6 +22,7 @@ Each command does one thing to a run file, a run directory or a checkpoint. The 
 |---|---|
 | `phalanx train RUN.toml [key=value …]` | Train and recover from failures; the same command resumes after a stop ([more](resilience.md)), `--change` with other settings ([more](run-directory.md#change-a-run)). `--on ssh`, `--on slurm`, `--on ray` and `--on kubernetes` start it on several machines ([ssh](ssh.md), [Slurm](slurm.md), [Ray](ray.md), [Kubernetes](kubernetes.md)). |
 | `phalanx train RUN.toml --sweep KEY=A,B` | Train a small grid of settings, one after the other or with `--parallel N` side by side ([more](several-runs.md)). |
+| `phalanx tune RUN.toml [--minutes 10]` | Find settings that make steps faster here without changing what is computed, by trials side by side ([more](tune.md)). |
 | `phalanx lr-find RUN.toml` | Suggest a learning rate, from the loss while it grows ([more](several-runs.md#find-a-learning-rate)). |
 | `phalanx runs [FOLDER]` | List runs with state, step, loss and speed ([more](several-runs.md#list-runs)). |
 | `phalanx watch RUN_DIR` | A live page in a browser: loss, speed, ranks, failures, the promise; of a folder of runs, several next to each other ([more](watch.md)). |

@@ -18,6 +18,7 @@ train, trainer              training, in worker processes or in this one
 runs, sweep, lr_find        several runs, listed or trained as a grid; a learning rate
 generate, evaluate, export  what a trained model writes, its loss, a folder for transformers
 bench_step                  the step next to that of other trainers
+tune                        settings that make steps faster on this machine, found by trials
 Run, Sampling               the value that `load` returns; how `generate` samples
 RunError, RunFailed         refused before the start; failed while it ran. Both are PhalanxError.
 
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
         sweep,
         train,
         trainer,
+        tune,
         verify,
     )
     from phalanx.models.sampling import Sampling
@@ -57,7 +59,7 @@ if TYPE_CHECKING:
 _HOMES = {
     **dict.fromkeys(("load", "loads"), "phalanx.spec.load"),
     "Answers": "phalanx.spec.new_run_file",
-    **dict.fromkeys(("explain", "init", "plan", "rehearse", "verify", "train", "trainer", "bench_step"), "phalanx.api"),
+    **dict.fromkeys(("explain", "init", "plan", "rehearse", "verify", "train", "trainer", "bench_step", "tune"), "phalanx.api"),
     **dict.fromkeys(("evaluate", "export", "generate", "lr_find", "runs", "sweep"), "phalanx.api"),
     "Run": "phalanx.spec.run",
     "Sampling": "phalanx.models.sampling",
@@ -67,7 +69,7 @@ _HOMES = {
 
 __all__ = [
     "Answers", "PhalanxError", "Run", "RunError", "RunFailed", "Sampling", "__version__", "bench_step", "evaluate", "explain", "export", "generate",
-    "init", "load", "loads", "lr_find", "plan", "rehearse", "runs", "sweep", "train", "trainer", "verify",
+    "init", "load", "loads", "lr_find", "plan", "rehearse", "runs", "sweep", "train", "trainer", "tune", "verify",
 ]  # fmt: skip
 
 

@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from phalanx.rehearsal.result import Rehearsal
     from phalanx.training.rate_search import RateSearch
     from phalanx.training.trainer import Trainer
+    from phalanx.tuning.tune import TuneSettings
+    from phalanx.tuning.tuner import Trial, TuneResult
     from phalanx.verification.parity import Report
 
 
@@ -272,6 +274,21 @@ def bench_step(run: Run, settings: ComparisonSettings | None = None) -> StepComp
     from phalanx.comparison.compare_step import ComparisonSettings, compare
 
     return compare(_checked(run), this_machine(), settings or ComparisonSettings())
+
+
+def tune(
+    run: Run, settings: TuneSettings | None = None, *, on_trial: Callable[[Trial], None] = lambda trial: None
+) -> TuneResult:
+    """Searches settings that make the steps of the run faster on this machine and do not change what it computes.
+
+    Its `keys` are the chosen ones, `apply(run)` is the run with them. Keys of the run that are not at their defaults keep their values, unless
+    `settings` names them; see `phalanx.tuning.tune.TuneSettings`. `on_trial` is called with every finished trial.
+    """
+    from phalanx.tuning.tune import TuneSettings, Watcher, set_keys
+    from phalanx.tuning.tune import tune as search
+
+    result, _ = search(_checked(run), this_machine(), settings or TuneSettings(), set_keys(run), Watcher(on_trial=on_trial))
+    return result
 
 
 def init(answers: Answers, file: str | Path = "run.toml") -> Run:

@@ -32,6 +32,7 @@ _VERBS = {
     "node": "node_cmd.node",
     "runs": "runs_cmd.runs",
     "lr-find": "runs_cmd.lr_find",
+    "tune": "tune_cmd.tune",
     "status": "watch_cmd.status",
     "logs": "watch_cmd.logs",
     "stop": "watch_cmd.stop",

@@ -17,7 +17,7 @@ import traceback
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, NamedTuple, Protocol, TextIO
 
 import torch
 from torch import Tensor
@@ -76,24 +76,36 @@ def make(job: TrainerJob) -> tuple[StepTrainer, PeerJob]:
             return HandwrittenLoop(peer), peer
 
 
-def take(trainer: StepTrainer, kind: Accelerator, steps: int) -> Turn:
+class TimedSteps(NamedTuple):
+    """What was measured of consecutive steps."""
+
+    seconds: tuple[float, ...]
+    cpu_seconds: tuple[float, ...]
+    losses: tuple[float, ...]
+
+
+def time_steps(step: Callable[[], float | Tensor], kind: Accelerator, steps: int) -> TimedSteps:
     """Takes steps and measures each from the end of the one before: on a GPU, from the moment at which its last kernel ended, the first
     from an idle device. A trainer that does not wait for its results may launch the next step before."""
     losses: list[float | Tensor] = []
     kind.synchronize()
     cpu, ends = [time.process_time()], [_mark(kind)]
     for _ in range(steps):
-        losses.append(trainer.step())
+        losses.append(step())
         ends.append(_mark(kind))
         cpu.append(time.process_time())
     kind.synchronize()
-    seconds = [_between(begin, end) for begin, end in pairwise(ends)]
-    cpu_seconds = [end - begin for begin, end in pairwise(cpu)]
-    on_gpu = kind.asynchronous
+    seconds = tuple(_between(begin, end) for begin, end in pairwise(ends))
+    return TimedSteps(seconds, tuple(end - begin for begin, end in pairwise(cpu)), tuple(float(loss) for loss in losses))
+
+
+def take(trainer: StepTrainer, kind: Accelerator, steps: int) -> Turn:
+    """Takes steps of a trainer and measures them."""
+    timed, on_gpu = time_steps(trainer.step, kind, steps), kind.asynchronous
     return Turn(
-        seconds=tuple(seconds),
-        cpu_seconds=tuple(cpu_seconds),
-        losses=tuple(float(loss) for loss in losses),
+        seconds=timed.seconds,
+        cpu_seconds=timed.cpu_seconds,
+        losses=timed.losses,
         memory=kind.max_memory_allocated() if on_gpu else peak_resident(),
         reserved=kind.max_memory_reserved() if on_gpu else None,
         retries=kind.allocation_retries(),

@@ -47,7 +47,7 @@ def write_profile(
     before = dict(read_profile(machine, path)) if same else {}
     measured = rows or (table.get("measured", []) if same else [])
     lines = [
-        "# What was measured on this machine, by `phalanx bench` and `phalanx plan --compare RUNDIR --refit`. Plans use it in place of",
+        "# What was measured on this machine, by `phalanx bench`, `phalanx tune` and `phalanx plan --compare RUNDIR --refit`. Plans use it in place of",
         "# the catalogue's constants; without this file they use those again.",
         f"processor = {toml(machine.cpu)}",
         f"cores = {machine.cores}",

@@ -55,8 +55,9 @@ def model_params(
     return [params[name] for name in params if names is None or name in names]
 
 
-def flat_bundles(params: Sequence[ModelParam]) -> list[list[ModelParam]]:
-    """ZeRO-0: consecutive parameters; a new bucket begins where it is full or the dtype or group changes."""
+def flat_bundles(params: Sequence[ModelParam], limit: int | None = None) -> list[list[ModelParam]]:
+    """ZeRO-0: consecutive parameters; a new bucket begins where it is full or the dtype or group changes. `limit`: bytes of a bucket; None:
+    those of FLAT_BYTES."""
     bundles: list[list[ModelParam]] = []
     room = 0
     for param in params:
@@ -64,15 +65,16 @@ def flat_bundles(params: Sequence[ModelParam]) -> list[list[ModelParam]]:
         last = bundles[-1][0] if bundles else param
         if size > room or (last.parameter.dtype, last.shard.expert) != (param.parameter.dtype, param.shard.expert):
             bundles.append([])
-            first, later = FLAT_BYTES[accelerator.of(param.parameter.device).asynchronous]
+            first, later = (limit, limit) if limit else FLAT_BYTES[accelerator.of(param.parameter.device).asynchronous]
             room = max(size, first if len(bundles) == 1 else later)
         bundles[-1].append(param)
         room -= size
     return bundles
 
 
-def shard_bundles(params: Sequence[ModelParam], itemsize: int) -> list[list[ModelParam]]:
-    """ZeRO-1 and 2: one open bucket per kind, in the order in which the backward completes them. `itemsize`: of an element as sent."""
+def shard_bundles(params: Sequence[ModelParam], itemsize: int, limit: int | None = None) -> list[list[ModelParam]]:
+    """ZeRO-1 and 2: one open bucket per kind, in the order in which the backward completes them. `itemsize`: of an element as sent.
+    `limit`: bytes of a bucket; None: those of SHARD_BYTES."""
     complete: list[list[ModelParam]] = []
     open_: dict[tuple[object, ...], list[ModelParam]] = {}
     room: dict[tuple[object, ...], int] = {}
@@ -81,8 +83,8 @@ def shard_bundles(params: Sequence[ModelParam], itemsize: int) -> list[list[Mode
         if size > room.get(param.kind, -1):
             if param.kind in open_:
                 complete.append(open_[param.kind])
-            limit = SHARD_BYTES[accelerator.of(param.parameter.device).asynchronous]
-            open_[param.kind], room[param.kind] = [], max(size, limit)
+            most = limit or SHARD_BYTES[accelerator.of(param.parameter.device).asynchronous]
+            open_[param.kind], room[param.kind] = [], max(size, most)
         open_[param.kind].append(param)
         room[param.kind] -= size
     complete += open_.values()

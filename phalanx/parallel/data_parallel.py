@@ -49,6 +49,8 @@ class Sharding:
     """ZeRO-0: the model's matrices are in the format of `compute`, next to master weights in fp32. Otherwise they are the master weights."""
     residual: torch.dtype = torch.float32
     """Dtype of the residual stream."""
+    bucket_bytes: int | None = None
+    """Bytes of a bucket as it is sent; None: the default of `parallel/buckets`."""
     own_groups: bool = False
     """Whether it works next to another engine, on process groups of its own, because their messages may interleave."""
 
@@ -100,10 +102,11 @@ class DataParallel(Engine):
         self.buckets: list[Bucket]
         # The backward reaches the last layers first, so they are in the first bucket.
         if flat:
-            bundles = flat_bundles([param for param in params if param.parameter.requires_grad][::-1])
+            trained = [param for param in params if param.parameter.requires_grad]
+            bundles = flat_bundles(trained[::-1], sharding.bucket_bytes)
             self.buckets = [FlatBucket(bundle, *groups[bundle[0].shard.expert]) for bundle in bundles]
         else:
-            bundles = shard_bundles(params[::-1], sharding.reduce_dtype.itemsize)
+            bundles = shard_bundles(params[::-1], sharding.reduce_dtype.itemsize, sharding.bucket_bytes)
             keep, in_fp32 = sharding.zero <= 1, sharding.zero == 0
             self.buckets = [
                 ShardBucket(bundle, *groups[bundle[0].shard.expert], keep_gradients=keep, fp32_sums=in_fp32)

@@ -168,6 +168,8 @@ _APART = {
 _TOGETHER = 1.5
 """How far the constants of computing may move together."""
 _RUN_SCATTER = 0.005
+_SETTING_SCATTER = 0.02
+"""Scatter of one setting's step around the equations, which do not know all that a setting changes."""
 _UNINFORMED = 1e-5
 """Logarithm of a factor below which the run says nothing about a constant, such as the network's where nothing is sent."""
 
@@ -304,17 +306,35 @@ def correction(comparison: Comparison, machine: Machine) -> dict[str, float]:
     parts = {} if comparison.timed is None else comparison.timed.predictable(comparison.seconds)
     steps = [(Measured(run=run, plan=plan, seconds=comparison.seconds, parts=parts), hardware)]
     how = (_APART, _RUN_SCATTER, _TOGETHER) if parts else (_RUN_WIDTHS, _RUN_SCATTER)
-    scale = refitted(steps, plan.compute, *how)
-    own = dict(measured_constants(machine, device))
-    base = of_cores(machine) if device == "cpu" else {}
-    informed = {name: factor for name, factor in scale.items() if abs(math.log(factor)) > _UNINFORMED}
-    constants = corrected(informed, hardware, plan.compute, base, moe=run.model.moe is not None)
+    constants = _constants(refitted(steps, plan.compute, *how), steps[0][0], hardware, machine)
     if device == "cpu":
-        latency = scale["latency"] * base["latency"]
-        constants["cpu.overhead"] = unnamed(base, latency, scale["overhead"], plan.ranks)
+        own = dict(measured_constants(machine, device))
         more = comparison.memory - comparison.predicted.total_memory
         constants["cpu.fixed_memory"] = max(own.get("fixed_memory", FIXED) + more, 2.0**26)
     return constants
+
+
+def _constants(scale: Mapping[str, float], step: Measured, hardware: Hardware, machine: Machine) -> dict[str, float]:
+    """Factors on the constants of a step's devices as constants of the machine, by the names of its profile."""
+    plan = step.plan
+    base = of_cores(machine) if plan.device == "cpu" else {}
+    informed = {name: factor for name, factor in scale.items() if abs(math.log(factor)) > _UNINFORMED}
+    constants = corrected(informed, hardware, plan.compute, base, moe=step.run.model.moe is not None)
+    if plan.device == "cpu":
+        latency = scale["latency"] * base["latency"]
+        constants["cpu.overhead"] = unnamed(base, latency, scale["overhead"], plan.ranks)
+    return constants
+
+
+def learned(steps: Sequence[Measured], machine: Machine) -> dict[str, float]:
+    """Constants that explain whole steps of one run with several settings, by the names of the machine's
+    profile. Empty where the cost model does not know the run."""
+    if not steps or need_and_promise(steps[0].run, machine, steps[0].plan)[1] is None:
+        return {}
+    plans = [step.plan for step in steps]
+    hardware = [devices_of(step.run, machine, step.plan.ranks, step.plan.threads, step.plan.device) for step in steps]
+    scale = refitted(list(zip(steps, hardware, strict=True)), plans[0].compute, _RUN_WIDTHS, _SETTING_SCATTER)
+    return _constants(scale, steps[0], hardware[0], machine)
 
 
 def after(comparison: Comparison, machine: Machine, constants: dict[str, float]) -> Promise:

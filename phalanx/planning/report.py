@@ -14,6 +14,7 @@ from phalanx.planning.search.bounds import NEAR
 from phalanx.planning.search.candidate import Alternative, Candidate, SearchResult
 from phalanx.spec.adapted_layers import trained_parameters
 from phalanx.spec.errors import toml
+from phalanx.spec.json_value import JsonObject
 from phalanx.spec.layout import Layout
 from phalanx.spec.run import Run
 
@@ -240,7 +241,7 @@ def candidate_json(candidate: Candidate) -> dict[str, Any]:
 
 def run_file_tables(candidate: Candidate) -> str:
     """The tables to paste into the run file to get this candidate, whatever a later plan would choose."""
-    lines = ["[layout]", *(f"{key} = {toml(value)}" for key, value in _layout_keys(candidate.layout).items())]
+    lines = ["[layout]", *(f"{key} = {toml(value)}" for key, value in layout_keys(candidate.layout).items())]
     lines += ["", "[train]", f"micro_batch = {candidate.micro_batch}"]
     lines += ["", "[precision]", f"compute = {toml(candidate.compute)}"]
     lines += ["", "[memory]", f"recompute = {toml(candidate.recompute)}"]
@@ -254,7 +255,7 @@ def keys_to_change(best: Candidate, other: Candidate) -> str:
     """The keys to set on the command line to get another candidate where the run file has the best one's tables. Empty where a key
     would have to be removed, which no value on the command line does."""
     default = asdict(Layout())
-    old, new = default | _layout_keys(best.layout), default | _layout_keys(other.layout)
+    old, new = default | layout_keys(best.layout), default | layout_keys(other.layout)
     keys = {key: value for key, value in new.items() if value != old[key]}
     if "stages" in keys and keys["stages"] is None:
         if other.layout.pipeline == 1:
@@ -270,7 +271,7 @@ def keys_to_change(best: Candidate, other: Candidate) -> str:
     return " ".join(f"{key}={value if isinstance(value, str) else toml(value)}" for key, value in changes.items())
 
 
-def _layout_keys(layout: Layout) -> dict[str, Any]:
+def layout_keys(layout: Layout) -> JsonObject:
     """The keys of a layout that a run file has to set. `data` is always set, because the planner would choose its default."""
     default = asdict(Layout())
     degrees = {"zero": layout.shard, "context_method": layout.context, "schedule": layout.pipeline, "stages": layout.pipeline}

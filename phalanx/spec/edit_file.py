@@ -1,9 +1,13 @@
-"""Changes keys of a run file and keeps its comments, its order and everything else. Used by `phalanx plan --write`."""
+"""Changes keys of a run file and keeps its comments, its order and everything else. Used by `phalanx plan --write` and `phalanx tune`."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import tomlkit
 from tomlkit.items import Table
+
+from phalanx.spec.json_value import Json
 
 
 def with_tables(text: str, tables: str) -> str:
@@ -21,3 +25,20 @@ def with_tables(text: str, tables: str) -> str:
         for key, value in change.items():
             known[key] = value
     return tomlkit.dumps(document).rstrip("\n") + "\n"
+
+
+def with_commented(text: str, tables: Mapping[str, Mapping[str, Json]], comments: Mapping[str, str]) -> str:
+    """The run file with other values, by table and key, each with a comment on its line. A [layout] replaces the one of the file. `comments`:
+    by dotted name; a table's own stands on the line of its header."""
+    changes = tomlkit.document()
+    for name, values in tables.items():
+        table = tomlkit.table()
+        if name in comments:
+            table.comment(comments[name])
+        for key, value in values.items():
+            item = tomlkit.item(value)
+            if (comment := comments.get(f"{name}.{key}")) is not None:
+                item.comment(comment)
+            table.append(key, item)
+        changes.append(name, table)
+    return with_tables(text, tomlkit.dumps(changes))

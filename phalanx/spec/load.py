@@ -65,6 +65,15 @@ def load_unresolved(path: str | os.PathLike[str], overrides: Sequence[str] = ())
     return run
 
 
+def given_keys(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> frozenset[str]:
+    """The keys that a run file and overrides set, by their dotted names."""
+    draft = Draft(os.fspath(path))
+    draft.read_file(Path(path))
+    for override in overrides:
+        draft.take_override(override)
+    return frozenset(draft.values())
+
+
 def _with_tokenizer(run: Run, start: Origin) -> Run:
     return run if start.tokenizer is None else replace(run, data=replace(run.data, tokenizer=start.tokenizer))
 

@@ -256,6 +256,8 @@ class Memory:
     """Where activations wait for the backward; "cpu" offloads them to host memory."""
     loss_chunk: int | None = field(default=None, metadata=within(0))
     """Tokens whose logits exist at the same time; with a large vocabulary, 1024 saves gigabytes. 0: all tokens of a micro-batch. Default: on GPUs as many as have logits of 2 GiB, on CPUs all."""
+    bucket_size: int | None = field(default=None, metadata=within(1, 1 << 20))
+    """MiB of gradients that ranks exchange in one message (DDP, ZeRO-1 and 2; ZeRO-3 exchanges blocks). Small buckets are sent earlier in the backward, large ones need fewer messages. Default: 64 on CPUs; on GPUs 32, and 25 after a first one of 1 for replicas in fp32."""
     compile: bool | None = None
     """Compile each block with torch.compile, which makes it faster and saves memory. Default: on GPUs, for built-in models, but not with tensor parallelism or a schedule that splits backwards."""
     cuda_graphs: bool | None = None

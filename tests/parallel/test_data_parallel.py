@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from phalanx.models.init import build, materialize
 from phalanx.parallel import data_parallel
-from phalanx.parallel.buckets import FLAT_BYTES, FlatBucket
+from phalanx.parallel.buckets import FLAT_BYTES, FlatBucket, ModelParam, flat_bundles, shard_bundles
 from phalanx.parallel.data_parallel import DataParallel
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.sharded_model import OwnedParam, ParamShard, ShardedModel
@@ -114,6 +114,15 @@ def test_one_two_and_four_ranks_give_the_same_bits_and_three_almost(buckets: str
     three = run_ranks(summed, 3, 9)
     assert all(torch.equal(a, b) for other in three for a, b in zip(three[0][0], other[0], strict=True))
     assert error(three[0][1], range(9)) < 1e-5
+
+
+def test_the_size_of_buckets_can_be_set_and_changes_no_bit() -> None:
+    params = [ModelParam(name, parameter, ParamShard.full(parameter)) for name, parameter in model().named_parameters()]
+    whole, small = flat_bundles(params), flat_bundles(params, 5 << 10)
+    assert len(whole) == 1 < 5 < len(small) and [param for bundle in small for param in bundle] == whole[0]
+    sizes = [sum(param.parameter.numel() * 4 for param in bundle) for bundle in small]
+    assert all(size <= 5 << 10 or len(bundle) == 1 for size, bundle in zip(sizes, small, strict=True))
+    assert len(shard_bundles(params, 4)) < len(shard_bundles(params, 4, 5 << 10))
 
 
 def test_the_order_of_additions_would_show(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,7 +36,6 @@ FRAGMENTATION = 0.03
 """Fraction of a step's temporary memory that the allocator loses to fragmentation."""
 CHUNK = 1 << 14
 """Jobs judged at a time, so that their columns stay in the CPU's cache."""
-_BUCKET = 32 * 2**20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -167,7 +166,7 @@ def _gradients_in_transit(jobs: JobTable, held: RankSizes, sizes: PartSizes, sha
 
 def _buckets(jobs: JobTable, held: RankSizes, sizes: PartSizes) -> Column:
     """Bytes of three buckets of a block's gradients, with what a reduce-scatter makes of them."""
-    three = 3 * np.maximum(sizes.matrix, _BUCKET / 4) * (1 + 1 / jobs.shard)
+    three = 3 * np.maximum(sizes.matrix, jobs.bucket / 4) * (1 + 1 / jobs.shard)
     return np.minimum(three, trained_fraction(jobs) * (held.dense + held.experts)) * jobs.wire
 
 

@@ -143,6 +143,8 @@ class JobTable:
     """Bytes of the optimizer states of a parameter."""
     wire: Column = 4
     """Bytes of a gradient value between ranks."""
+    bucket: Column = 32 * 2**20
+    """Bytes of a bucket of gradients."""
     gathered: Column = 0
     """Bytes of a sharded parameter value between ranks; 0: as many as of an activation value."""
     scores: Column = 0

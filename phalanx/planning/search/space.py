@@ -130,6 +130,7 @@ class Space:
             "moments": (2 if run.precision.optimizer == "bf16" else 4)
             * run.optimizer.traits.moments,  # of the matrices at least
             "wire": 2 if run.precision.reduce == "bf16" else 4,
+            **({} if memory.bucket_size is None else {"bucket": memory.bucket_size << 20}),
             "scores": kept_scores(run, self.hardware),
             "on_cpu": int(self.hardware.device == "cpu"),
         }
