@@ -15,7 +15,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-
 _MEMORY_EVENTS = 1_000_000  # newest allocations of a memory history that are kept
 
 

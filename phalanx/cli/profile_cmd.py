@@ -14,7 +14,7 @@ from phalanx.cli.options import AsJson
 from phalanx.cli.output import console, finish, plain_table
 from phalanx.control.run_requests import MEMORY, PROFILE, RunRequest
 from phalanx.dashboard.numbers import size
-from phalanx.dashboard.profile_text import profile_rows, profile_sentence, steps_text
+from phalanx.dashboard.profile_text import on_host, profile_rows, profile_sentence, steps_text
 from phalanx.events.records import Event, Profiled, RequestFailed, RequestStarted, Step
 from phalanx.events.rundir import RunDir
 from phalanx.launch.ask_run import ask_run, check_request
@@ -39,9 +39,7 @@ def profile(
 ) -> None:
     """Ask a running job for a torch profile of its next steps. It goes on; only these steps take longer."""
     rundir = RunDir(run_dir)
-    request = RunRequest(
-        id=secrets.token_hex(6), kind=MEMORY if memory else PROFILE, steps=steps, ranks=_parse_ranks(ranks)
-    )
+    request = RunRequest(id=secrets.token_hex(6), kind=MEMORY if memory else PROFILE, steps=steps, ranks=_parse_ranks(ranks))
     check_request(rundir, request)
     if output is not None:
         _make_folder(output)
@@ -70,7 +68,9 @@ def _parse_ranks(text: str) -> list[int] | None:
     for part in text.split(","):
         first, dash, last = (word.strip() for word in part.partition("-"))
         last = last if dash else first
-        if not (first.isascii() and first.isdecimal() and last.isascii() and last.isdecimal() and int(first) <= int(last) < 1 << 20):
+        if not (
+            first.isascii() and first.isdecimal() and last.isascii() and last.isdecimal() and int(first) <= int(last) < 1 << 20
+        ):
             raise RunError(f'--ranks "{text}": write the numbers of ranks, such as 0,3 or 0-7, or all.')
         ranks |= set(range(int(first), int(last) + 1))
     return sorted(ranks)
@@ -117,7 +117,13 @@ def _explain(profiled: list[Profiled]) -> None:
             console.print(profile_sentence(event), style="bold", markup=False, soft_wrap=True)
     if profiled and profiled[0].top:
         first = profiled[0]
-        title = "place" if first.what == MEMORY else "kernel or operator"
+        title = "kernel or operator" if first.what == PROFILE else "operator" if on_host(first) else "place"
+        if on_host(first):
+            console.print(
+                "On CPUs torch keeps no history of its allocator: the files are traces with the allocations of operators.",
+                style="dim",
+                soft_wrap=True,
+            )
         console.print(plain_table((f"{title}, rank {first.rank}", "in a step", "part"), profile_rows(first)))
 
 

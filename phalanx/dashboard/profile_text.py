@@ -14,12 +14,17 @@ def steps_text(event: Profiled) -> str:
     return f"steps {event.step} to {last}" if last > event.step else f"step {event.step}"
 
 
+def on_host(event: Profiled) -> bool:
+    """Whether it is the memory of a CPU: torch keeps no history of it, and the profiler tells what operators allocate."""
+    return event.what == "memory" and event.path.endswith(".gz")
+
+
 def profile_sentence(event: Profiled) -> str:
     """What the profile of one rank says, in a sentence."""
     parts = list(event.top.items())[:_WORDS]
     if event.what == "memory":
         total = sum(event.top.values())
-        of = "of the largest allocations" if event.path.endswith(".gz") else "of the memory at the peak"
+        of = "of the largest allocations" if on_host(event) else "of the memory at the peak"
         named = ", ".join(f"{percent(value / total)} {name}" for name, value in parts)
         return f"Rank {event.rank}: {of}, {size(total)} in all, {named}."
     named = ", ".join(f"{percent(value / event.seconds)} {name}" for name, value in parts)

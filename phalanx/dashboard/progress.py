@@ -261,9 +261,9 @@ def _line(event: Event) -> tuple[str, str] | None:
             who = "a worker" if event.rank is None else f"rank {event.rank}"
             return f"{who} failed: {event.reason}", "bold red"
         case records.RequestStarted():
-            last, ranks = event.step + event.steps - 1, len(event.ranks)
-            which = f"rank {event.ranks[0]}" if ranks == 1 else f"{ranks} ranks"
-            return f"asked for a {event.what} of {which}, steps {event.step} to {last}: they take longer", "dim"
+            which = f"rank {event.ranks[0]}" if len(event.ranks) == 1 else f"{len(event.ranks)} ranks"
+            beyond = event.step + event.steps
+            return f"asked for a {event.what} of {which}, steps {event.step} to {beyond - 1}: they take longer", "dim"
         case records.Stopped():
             saved = "" if event.saved else "; nothing was saved"
             return f"stopped after step {event.step}: {event.reason}{saved}", "yellow"

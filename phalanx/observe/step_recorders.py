@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import gzip
+import json
 import os
 import pickle
 import shutil
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from phalanx import accelerator
@@ -29,9 +30,16 @@ BEFORE = "(allocated before)"
 """Memory that was in use when recording began."""
 STEP_MARK = "ProfilerStep#"
 """Marks a step in a trace, as other tools know it."""
-_MARK = STEP_MARK.rstrip("#")  # sums over events have another end
+_HOST_WORK = ("cpu_op", "user_annotation")
+_DEVICE_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
+"""Categories of events in a trace."""
+_ALLOCATION = "[memory]"
+"""Name of the event of an allocation, or of its end."""
 _NAME = 160  # characters of a name in a summary
 _CHUNK = 1 << 20
+
+TraceEvent = Mapping[str, Any]
+"""An event of a trace in the format of Chrome."""
 
 
 class Recorder(Protocol):
@@ -80,9 +88,10 @@ class TraceRecorder:
             self._profile.export_chrome_trace(str(plain))
             with _replaced(path) as partial, plain.open("rb") as source, gzip.open(partial, "wb", compresslevel=5) as packed:
                 shutil.copyfileobj(source, packed, _CHUNK)
+            # Not key_averages of the profiler, which takes a minute for what this does in a second: the thread holds up training meanwhile.
+            events = json.loads(plain.read_bytes())["traceEvents"]
         finally:
             plain.unlink(missing_ok=True)
-        events = self._profile.key_averages()
         return allocated_by_operator(events, steps) if self._memory else spent_by_operator(events, steps)
 
 
@@ -131,25 +140,58 @@ def _replaced(path: Path) -> Iterator[Path]:
         raise
 
 
-def spent_by_operator(events: Sequence[Any], steps: int) -> dict[str, float]:
-    """Seconds of one step in the kernels that take longest; in operators, if the device is the host."""
-    kernels = [event for event in events if event.device_type != DeviceType.CPU and not _is_mark(event)]
-    spent: dict[str, float] = {}
-    for event in kernels or events:
-        name = OUTSIDE if event.key.startswith(_MARK) else event.key
-        micros = event.self_device_time_total if kernels else event.self_cpu_time_total
-        spent[name] = spent.get(name, 0.0) + micros * 1e-6 / steps
-    return _largest(spent)
+def spent_by_operator(events: Sequence[TraceEvent], steps: int) -> dict[str, float]:
+    """Seconds of one step in the kernels that take longest; where there are none, in operators themselves, without those that they call."""
+    spent: dict[str, float] = defaultdict(float)
+    for event in events:
+        if event.get("cat") in _DEVICE_WORK:
+            spent[event["name"]] += event["dur"]
+    if not spent:
+        for operators in _by_thread(events).values():
+            open_ones: list[TraceEvent] = []
+            for event in operators:
+                if (outer := _innermost(open_ones, event["ts"])) is not None:
+                    spent[_operator(outer)] -= event["dur"]
+                spent[_operator(event)] += event["dur"]
+                open_ones.append(event)
+    return _largest({name: micros * 1e-6 / steps for name, micros in spent.items()})
 
 
-def _is_mark(event: Any) -> bool:
-    """Whether it only spans others."""
-    return bool(getattr(event, "is_user_annotation", False)) or event.key.startswith(_MARK)
+def allocated_by_operator(events: Sequence[TraceEvent], steps: int) -> dict[str, float]:
+    """Bytes that operators allocate in one step, whether or not they free them again."""
+    allocated: dict[str, float] = defaultdict(float)
+    for timed in _by_thread(events, with_memory=True).values():
+        open_ones: list[TraceEvent] = []
+        for event in timed:
+            outer = _innermost(open_ones, event["ts"])
+            if event["name"] != _ALLOCATION:
+                open_ones.append(event)
+            elif event["args"]["Bytes"] > 0:
+                allocated[OUTSIDE if outer is None else _operator(outer)] += event["args"]["Bytes"]
+    return _largest({name: size / steps for name, size in allocated.items()})
 
 
-def allocated_by_operator(events: Sequence[Any], steps: int) -> dict[str, float]:
-    """Bytes that operators allocate in one step and do not free themselves."""
-    return _largest({event.key: event.self_cpu_memory_usage / steps for event in events if not event.key.startswith(_MARK)})
+def _by_thread(events: Sequence[TraceEvent], *, with_memory: bool = False) -> dict[object, list[TraceEvent]]:
+    """The operators of each thread, an outer one before those that it calls."""
+    threads: dict[object, list[TraceEvent]] = defaultdict(list)
+    for event in events:
+        if event.get("cat") in _HOST_WORK or (with_memory and event.get("name") == _ALLOCATION):
+            threads[event["tid"]].append(event)
+    for found in threads.values():
+        found.sort(key=lambda event: (event["ts"], -event.get("dur", 0.0)))
+    return threads
+
+
+def _innermost(open_ones: list[TraceEvent], now: float) -> TraceEvent | None:
+    """The operator that runs at a time, of those that have begun; others are dropped."""
+    while open_ones and open_ones[-1]["ts"] + open_ones[-1]["dur"] <= now:
+        open_ones.pop()
+    return open_ones[-1] if open_ones else None
+
+
+def _operator(event: TraceEvent) -> str:
+    name: str = event["name"]
+    return OUTSIDE if name.startswith(STEP_MARK) else name
 
 
 def peak_by_place(trace: Sequence[Mapping[str, Any]], before: int) -> dict[str, float]:
