@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import select
 import sys
 import termios
@@ -30,6 +31,7 @@ _ASK = 1.0  # seconds between two requests for heartbeats
 _PIPE = 140  # columns where there is no terminal
 _QUIT = ("q", "Q", "\x03", "\x04")
 _KEYS = {"w": "waited for", "r": "rank", "p": "phase"}
+_KEY = re.compile(r"\x1b[O\[][A-Z]|.", re.DOTALL)
 _UP, _DOWN = ("\x1b[A", "\x1bOA", "k"), ("\x1b[B", "\x1bOB", "j")
 
 
@@ -46,13 +48,18 @@ def top(
         raise RunError(f"{run_dir} holds no run: name a run directory, such as runs/NAME.")
     if sort not in ORDERS:
         raise RunError(f'--sort "{sort}" is not known: choose one of {", ".join(ORDERS)}.')
+    if run.rundir.job_file.is_file():
+        from phalanx.launch.kubernetes import catch_up
+
+        catch_up(run.rundir)
     _catch_up(run)
     live = LiveRanks(run.rundir)
     if once or json or not (console.is_terminal and sys.stdin.isatty()):
         ranks = _first_ranks(run, live)
         _catch_up(run)
-        width = console.width if console.is_terminal else _PIPE
-        console.print(top_view(run, ranks, Screen(order=sort, width=width)), width=width)
+        if not console.is_terminal:
+            console.width = max(console.width, _PIPE)
+        console.print(top_view(run, ranks, Screen(order=sort, width=console.width)))
         finish(json, top_json(run, ranks, sort) if json else {})
         return
     _follow(run, live, interval, sort)
@@ -93,13 +100,13 @@ def _follow(run: FollowedRun, live: LiveRanks, interval: float, order: str) -> N
             screen.update(top_view(run, ranks, shown), refresh=True)
             if run.state not in ("running", "reading"):
                 break
-            key = keys(interval)
-            if key in _QUIT:
-                return
-            order = _KEYS.get(key, order)
-            page = max(1, console.height // 2)
-            first = max(0, first + (page if key in _DOWN else -page if key in _UP else 0))
-            first = min(first, len(ranks or ()))
+            for key in _KEY.findall(keys(interval)):  # somebody may type several at once
+                if key in _QUIT:
+                    return
+                order = _KEYS.get(key, order)
+                page = max(1, console.height // 2)
+                first += page if key in _DOWN else -page if key in _UP else 0
+            first = max(0, min(first, len(ranks or ())))
     _catch_up(run)
     console.print(top_view(run, None, Screen(order=order, width=console.width)))
 
@@ -112,7 +119,7 @@ def _keys() -> Iterator[Callable[[float], str]]:
 
     def wait(seconds: float) -> str:
         ready, _, _ = select.select([fd], [], [], seconds)
-        return os.read(fd, 16).decode(errors="replace") if ready else ""
+        return os.read(fd, 256).decode(errors="replace") if ready else ""
 
     try:
         tty.setcbreak(fd)

@@ -60,7 +60,7 @@ class LiveBeats(Message):
     """The contents of control/beats.json."""
 
 
-# --- the files ---------------------------------------------------------------------------------------------------------
+# The files.
 
 
 def ask(rundir: RunDir, request: RunRequest) -> bool:

@@ -100,7 +100,7 @@ class RankRequests:
         if self._hook is not None and self._order is not None:
             taken, steps = self._hook.taken, self._order.request.steps
             self._hook.abandon()
-            self._answer(self._order, f"the run ended after {taken} of the {steps} steps")
+            self._answer(self._order, f"the ranks have stopped after {taken} of the {steps} steps")
         self._hook = self._order = None
         self._join()
 

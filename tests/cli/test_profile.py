@@ -5,20 +5,28 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import pty
 import signal
+import subprocess
+import sys
+import termios
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import InProcess, Started, Workshop, losses
+from commands import PATIENCE, InProcess, Started, Workshop, losses
 
 from phalanx.control.run_requests import RunRequest, ask
-from phalanx.events.records import Profiled, RequestFailed, RequestStarted, Step, WorkerStarted
+from phalanx.events.log import EventLog
+from phalanx.events.records import Profiled, RequestFailed, RequestStarted, RunStarted, Step, WorkerStarted
 from phalanx.events.rundir import RunDir
+from phalanx.launch import ask_run as ask_module
 from phalanx.launch.ask_run import ask_run
 from phalanx.observe.step_recorders import OUTSIDE
 from phalanx.spec.errors import RunError, RunFailed
+from phalanx.spec.layout import Layout
 
 SETTINGS = ("train.steps=100000", "train.eval_every=100000", "checkpoint.every=100000", "layout.data=2")
 
@@ -178,7 +186,7 @@ def test_the_end_of_the_run_ends_the_request_and_the_losses_are_those_of_another
     answer = ask_run(live.rundir, request("end", steps=100))
     started(answer)
     assert here("stop", live.path).code == 0
-    with pytest.raises(RunFailed, match=r"the run ended after .* of the 100 steps|has ended before the steps"):
+    with pytest.raises(RunFailed, match=r"the ranks have stopped after \d+ of the 100 steps"):
         list(answer)
     assert live.command.wait().code == 75
     assert not live.rundir.ask_file.exists() and not live.rundir.beats_file.exists()
@@ -200,6 +208,107 @@ def test_the_end_of_the_run_ends_the_request_and_the_losses_are_those_of_another
 
 def dict_of(rows: list[tuple[int, float, str]]) -> dict[int, tuple[float, str]]:
     return {step: (loss, digest) for step, loss, digest in rows}
+
+
+@pytest.fixture
+def held(tmp_path: Path) -> Iterator[RunDir]:
+    """The directory of a run that this process pretends to run."""
+    rundir = RunDir(tmp_path / "held")
+    rundir.create()
+    begin(rundir)
+    assert rundir.acquire()
+    yield rundir
+    rundir.release()
+
+
+def begin(rundir: RunDir, **changes: Any) -> None:
+    sizes = {"ranks": 2, "steps": 9, "parameters": 1, "micro_batch": 1, "accumulation": 1}
+    log = EventLog(rundir.events_file)
+    log.emit(RunStarted(version="0", device="cpu", layout=asdict(Layout(data=2)), compute="fp32", **sizes | changes))
+    log.close()
+
+
+def test_runs_that_take_no_requests_are_named(held: RunDir, here: InProcess) -> None:
+    refused = here("profile", held.path)
+    assert refused.code == 2 and "a process that takes no requests: one that torchrun has started" in refused.err
+    held.launch_id = "test"
+    begin(held, program=["python", "train.py"])
+    refused = here("profile", held.path)
+    assert refused.code == 2 and "runs a program of its own (`phalanx launch`)" in refused.err
+    held.job_file.write_text("{}")
+    refused = here("profile", held.path)
+    assert refused.code == 2 and "Kubernetes job" in refused.err and "kubectl exec" in refused.err
+
+
+def test_a_request_that_nobody_takes_is_withdrawn(held: RunDir, here: InProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a job whose controller hangs."""
+    held.launch_id = "test"
+    monkeypatch.setattr(ask_module, "_TAKEN", 0.3)
+    refused = here("profile", held.path)
+    assert refused.code == 2 and "has not taken the request within 0 s" in refused.err and "phalanx status" in refused.err
+    assert not held.ask_file.exists()
+    assert ask(held, request("other"))
+    refused = here("profile", held.path)
+    assert refused.code == 2 and "another request waits for this run already" in refused.err
+    assert json.loads(held.ask_file.read_text())["id"] == "other"
+    assert "cannot be made" in here("profile", held.path, "-o", held.events_file).err
+
+
+def test_top_of_a_run_without_heartbeats_shows_its_figures(held: RunDir, here: InProcess) -> None:
+    shown = here("top", held.path, "--once")
+    assert shown.code == 0 and "held  running  2 cpu ranks" in shown.out and "No heartbeats of the ranks" in shown.out
+    assert not held.control.exists()
+
+
+def test_top_is_quit_by_a_key_and_leaves_the_terminal_as_it_was(held: RunDir) -> None:
+    ours, theirs = pty.openpty()
+    before = termios.tcgetattr(theirs)
+    command = [sys.executable, "-m", "phalanx", "top", str(held.path), "--interval", "0.1"]
+    env = os.environ | {"TERM": "xterm", "COLUMNS": "100", "LINES": "30"}
+    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=subprocess.STDOUT, env=env)
+    shown = b""
+    while b"step 0 of 9" not in shown:
+        shown += os.read(ours, 1 << 16)
+    os.write(ours, b"rq")  # two keys at once
+    assert process.wait(PATIENCE) == 0
+    while b"\x1b[?1049l" not in shown:  # the screen of before
+        shown += os.read(ours, 1 << 16)
+    assert termios.tcgetattr(theirs) == before
+    os.close(ours)
+    os.close(theirs)
+
+
+FAKE_SSH = '#!/bin/bash\nexec bash -c "${@: -1}"\n'
+"""Runs the command here: two nodes that meet through the launcher, not through a folder."""
+
+
+@pytest.mark.slow
+def test_nodes_that_meet_through_the_launcher_are_asked_through_it(workshop: Workshop, here: InProcess) -> None:
+    ssh = workshop.path / "ssh"
+    ssh.write_text(FAKE_SSH)
+    ssh.chmod(0o755)
+    (workshop.path / "hosts.txt").write_text("127.0.0.1 slots=1 bind=127.0.0.1\nlocalhost slots=1 bind=127.0.0.1\n")
+    place = ("--on", "ssh", "--hosts", "hosts.txt", f"cluster.ssh={ssh}")
+    command = workshop.start("train", "tiny.toml", *SETTINGS, "--run-dir", "run", *place)
+    command.until(workshop.reached("run", 5), "step 5")
+    ended = here("profile", workshop.path / "run", "--steps", 1, "--ranks", "all", "--json")
+    assert ended.code == 0 and [each["rank"] for each in ended.json["profiles"]] == [0, 1], ended
+    found = here("top", workshop.path / "run", "--json").json
+    assert {(rank["rank"], rank["node"]) for rank in found["ranks"]} == {(0, 0), (1, 1)}
+    assert here("stop", workshop.path / "run").code == 0
+    assert command.wait().code == 75
+
+
+@pytest.mark.slow
+def test_nodes_that_share_a_folder_are_asked_through_it(workshop: Workshop, here: InProcess) -> None:
+    place = ("--nodes", 2, "--launch", "test-1", "--bind", "127.0.0.1", "--run-file", "tiny.toml")
+    nodes = [workshop.start("node", "run", *SETTINGS, "--node", number, *place) for number in (0, 1)]
+    nodes[0].until(workshop.reached("run", 5), "step 5")
+    ended = here("profile", workshop.path / "run", "--steps", 1, "--ranks", "1", "--json")
+    assert ended.code == 0 and [each["rank"] for each in ended.json["profiles"]] == [1], ended
+    assert len(here("top", workshop.path / "run", "--json").json["ranks"]) == 2
+    assert here("stop", workshop.path / "run").code == 0
+    assert [node.wait().code for node in nodes] == [75, 75]
 
 
 def test_folders_without_a_run_are_named(here: InProcess, tmp_path: Path) -> None:

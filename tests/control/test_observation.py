@@ -58,7 +58,7 @@ class Running(OrdersKept):
     def beat(self, rank: int, step: int, seconds: float = 0.1, taken: int = 9) -> None:
         self.generation.beats[rank] = Beat(step, "computing", self.now, seconds, seconds / 2, taken, 0)
 
-    def ask(self, **changes: Any) -> list[Event]:
+    def request(self, **changes: Any) -> list[Event]:
         """The records that answer a request."""
         before = len(self.written)
         self.registry.waiting.append(RunRequest(**({"id": "x", "kind": "profile", "steps": 3, "ranks": None} | changes)))
@@ -81,7 +81,7 @@ def test_the_first_step_is_about_a_second_ahead_of_all_ranks(
 ) -> None:
     controller = Running(monkeypatch, seconds)
     vars(controller.agent.run)["steps"] = 10_000
-    (event,) = controller.ask(ranks=[3, 1, 1])
+    (event,) = controller.request(ranks=[3, 1, 1])
     assert isinstance(event, RequestStarted)
     assert (event.step, event.steps, event.ranks, event.what) == (52 + ahead, 3, [1, 3], "profile")
     (order,) = controller.orders
@@ -91,10 +91,10 @@ def test_the_first_step_is_about_a_second_ahead_of_all_ranks(
 def test_near_the_end_of_the_run_the_last_steps_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     controller = Running(monkeypatch)
     vars(controller.agent.run)["steps"] = 55
-    (event,) = controller.ask(steps=4)
+    (event,) = controller.request(steps=4)
     assert isinstance(event, RequestStarted) and event.step == 52 and event.ranks == list(range(RANKS))
     controller.answer(*range(RANKS))
-    (event,) = controller.ask(steps=5)
+    (event,) = controller.request(steps=5)
     assert (
         isinstance(event, RequestFailed)
         and event.reason == "the run ends with step 55, and step 50 is complete: ask for fewer steps"
@@ -102,7 +102,7 @@ def test_near_the_end_of_the_run_the_last_steps_are_taken(monkeypatch: pytest.Mo
 
 
 def refusal(controller: Running, **changes: Any) -> str:
-    (event,) = controller.ask(**changes)
+    (event,) = controller.request(**changes)
     assert isinstance(event, RequestFailed) and event.rank is None
     assert controller.orders == [] and not controller.state.observing
     return event.reason
@@ -126,9 +126,9 @@ def test_what_cannot_be_done_is_refused_with_a_reason(monkeypatch: pytest.Monkey
 
 def test_one_request_at_a_time_and_each_once(monkeypatch: pytest.MonkeyPatch) -> None:
     controller = Running(monkeypatch)
-    controller.ask()
-    assert controller.ask() == [], "the same file, read by two nodes"
-    (event,) = controller.ask(id="y")
+    controller.request()
+    assert controller.request() == [], "the same file, read by two nodes"
+    (event,) = controller.request(id="y")
     assert isinstance(event, RequestFailed) and event.reason.startswith("another request is under way, in steps 62 to 64")
     controller.answer(0, 1, 2, 3, request="y")
     controller.answer(0, 1, 2)
@@ -136,18 +136,18 @@ def test_one_request_at_a_time_and_each_once(monkeypatch: pytest.MonkeyPatch) ->
     controller.answer(3, problem="OSError: no space left")
     failed = controller.written[-1]
     assert isinstance(failed, RequestFailed) and (failed.rank, failed.reason) == (3, "OSError: no space left")
-    assert not controller.state.observing and isinstance(controller.ask(id="z")[0], RequestStarted)
+    assert not controller.state.observing and isinstance(controller.request(id="z")[0], RequestStarted)
 
 
 def test_a_recovery_or_silence_ends_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
     controller = Running(monkeypatch)
-    controller.ask()
+    controller.request()
     controller.state.generation = controller._generation(1)
     controller.later(1.0)
     failed = controller.written[-1]
     assert isinstance(failed, RequestFailed) and "a failure came between" in failed.reason and not controller.state.observing
     controller = Running(monkeypatch)
-    controller.ask()
+    controller.request()
     controller.answer(0, 2)
     controller.later(200.0)
     assert controller.state.observing
@@ -163,7 +163,7 @@ def test_ranks_that_record_are_not_taken_for_hung(monkeypatch: pytest.MonkeyPatc
         for rank in range(RANKS):
             controller.beat(rank, 50, taken=taken)
         asyncio.run(hangs.check(controller.generation))
-    controller.ask()
+    controller.request()
     ordered = list(controller.orders)
     for _ in range(10):
         controller.later(10.0)
@@ -178,7 +178,7 @@ def test_heartbeats_are_published_only_while_somebody_looks(monkeypatch: pytest.
     controller = Running(monkeypatch)
     controller.later(5.0)
     assert controller.registry.published == []
-    controller.ask(kind=BEATS, id=BEATS)
+    controller.request(kind=BEATS, id=BEATS)
     for _ in range(30):
         controller.later(0.5)
     assert 9 <= len(controller.registry.published) <= 11
