@@ -18,6 +18,7 @@ _LOOK = 0.25  # seconds between two looks for requests
 _LEAD = 1.0  # seconds in which an order reaches all ranks; heartbeats, from which their step is known, are older by as much
 _PATIENCE = 300.0  # seconds for writing files, and in addition
 _STEP_PATIENCE = 20.0  # times the usual duration of the steps, after which a rank does not answer any more
+_NAMED = 5  # ranks of a message
 _WATCHED = 10.0  # seconds for which heartbeats are published after somebody has asked for them
 _PUBLISH = 1.0  # seconds between two publications
 
@@ -56,7 +57,14 @@ class Observations:
             registry.publish_beats(json.dumps(published(generation)))
 
     def ask(self, request: RunRequest) -> None:
-        """Order the ranks to carry out a request, or say why not."""
+        """Order the ranks to carry out a request, or say why not. Nothing in a request ends the controller, and the run with it."""
+        try:
+            self._ask(request)
+        except Exception as error:
+            self._end()
+            self._fail(request, None, f"{type(error).__name__}: {error}")
+
+    def _ask(self, request: RunRequest) -> None:
         if request.kind == BEATS:
             self._watched = time.monotonic() + _WATCHED
             return
@@ -102,7 +110,7 @@ class Observations:
         if generation is None or generation.number != active.generation:
             self._fail(active.request, None, f"a failure came between: the ranks recover from it, without {active.steps}")
         elif now > active.deadline:
-            silent = ", ".join(map(str, sorted(active.waiting)))
+            silent = ", ".join(map(str, sorted(active.waiting)[:_NAMED]))
             self._fail(active.request, None, f"there is no answer within {active.seconds:.0f} s from rank {silent}")
         else:
             return
@@ -131,7 +139,7 @@ class Observations:
             return "the run is ending"
         missing = [rank for rank in request.ranks or () if not 0 <= rank < generation.ranks]
         if missing or request.ranks == []:
-            return f"there is no rank {', '.join(map(str, missing))}: the run has ranks 0 to {generation.ranks - 1}"
+            return f"there is no rank {', '.join(map(str, missing[:_NAMED]))}: the run has ranks 0 to {generation.ranks - 1}"
         beats = generation.beats
         if any(rank not in beats or not beats[rank].steps_taken for rank in generation.living):
             return "the ranks have not taken a step yet: ask again when they have"

@@ -109,20 +109,22 @@ class RequestFiles:
             return None
 
     def _take_asked(self) -> RunRequest | None:
-        path = self._rundir.ask_file
+        path, content = self._rundir.ask_file, b""
         try:
             fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         except FileNotFoundError:
             return None
         except OSError:
             fd = -1
+        with contextlib.suppress(OSError):  # a folder, for example
+            if fd >= 0:
+                content = os.read(fd, _MAX_FILE) if stat.S_ISREG(os.fstat(fd).st_mode) else b""
+        if fd >= 0:
+            os.close(fd)
         with contextlib.suppress(OSError):
             path.unlink()
-        if fd < 0:
-            return None
-        with open(fd, "rb") as file:
-            content = file.read(_MAX_FILE) if stat.S_ISREG(os.fstat(fd).st_mode) else b""
-        return _parsed(content)
+            return _parsed(content)
+        return None  # what cannot be removed would be a request again and again
 
 
 def _parsed(content: bytes) -> RunRequest | None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,10 +15,11 @@ from controllers import OrdersKept, plan_on
 
 from phalanx.control.controller_state import Generation
 from phalanx.control.observation import Observations
-from phalanx.control.run_requests import BEATS, Observe, Observed, RunRequest
+from phalanx.control.run_requests import BEATS, Observe, Observed, RequestFiles, RunRequest, ask
 from phalanx.control.watchdog import HangDetector
 from phalanx.events.heartbeat import Beat
 from phalanx.events.records import Event, RequestFailed, RequestStarted
+from phalanx.events.rundir import RunDir
 from phalanx.spec.layout import Layout
 from phalanx.spec.run import Resilience
 
@@ -186,3 +189,56 @@ def test_heartbeats_are_published_only_while_somebody_looks(monkeypatch: pytest.
     assert first["ranks"] == RANKS and first["nodes"] == [[0, 2], [1, 2]]
     assert first["beats"]["1"] == [49, "computing", pytest.approx(6.0), 0.1, 0.05]
     assert controller.written == [] and controller.orders == []
+
+
+class Broken:
+    """Not what a request has."""
+
+    def __len__(self) -> int:
+        raise ValueError("broken")
+
+    def __iter__(self) -> Any:
+        raise ValueError("broken")
+
+
+def test_nothing_in_a_request_ends_the_controller(monkeypatch: pytest.MonkeyPatch) -> None:
+    controller = Running(monkeypatch)
+    (event,) = controller.request(ranks=Broken())
+    assert isinstance(event, RequestFailed) and event.reason == "ValueError: broken" and not controller.state.observing
+    assert isinstance(controller.request(id="good")[0], RequestStarted)
+
+
+@pytest.mark.parametrize("kind", ["folder", "link", "pipe", "large", "other user's JSON"])
+def test_files_that_are_no_requests_are_passed_over(kind: str, tmp_path: Path) -> None:
+    rundir = RunDir(tmp_path)
+    rundir.control.mkdir()
+    files = RequestFiles(rundir)
+    assert files.take() == []
+    match kind:
+        case "folder":
+            rundir.ask_file.mkdir()
+        case "link":
+            (tmp_path / "elsewhere").write_text('{"id": "x", "kind": "profile", "steps": 1, "ranks": null}')
+            rundir.ask_file.symlink_to(tmp_path / "elsewhere")
+        case "pipe":
+            os.mkfifo(rundir.ask_file)
+        case "large":
+            rundir.ask_file.write_bytes(b'{"id": "' + b"x" * (2 << 20))
+        case _:
+            rundir.ask_file.write_text('{"id": "x", "kind": 3, "steps": true, "ranks": [1.5]}')
+    assert files.take() == [] and files.take() == []
+    assert kind == "folder" or not rundir.ask_file.exists()
+
+
+def test_a_request_is_taken_once_and_a_touch_asks_for_heartbeats(tmp_path: Path) -> None:
+    rundir = RunDir(tmp_path)
+    rundir.control.mkdir()
+    rundir.top_file.touch()
+    files = RequestFiles(rundir)
+    assert files.take() == [], "an old touch is nobody's"
+    asked = RunRequest(id="x", kind="memory", steps=2, ranks=[0, 3])
+    assert ask(rundir, asked) and files.take() == [asked] and files.take() == []
+    os.utime(rundir.top_file, ns=(1, 1))
+    assert [request.kind for request in files.take()] == [BEATS] and files.take() == []
+    rundir.top_file.unlink()
+    assert files.take() == []
