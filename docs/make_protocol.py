@@ -1,4 +1,4 @@
-"""Generates docs/protocol.md from phalanx/control/protocol.py. `make docs` runs it; a test compares the result."""
+"""Generates docs/protocol.md from the messages in phalanx/control. `make docs` runs it; a test compares the result."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-SOURCE, PAGE = ROOT / "phalanx" / "control" / "protocol.py", ROOT / "docs" / "protocol.md"
+SOURCES = [ROOT / "phalanx" / "control" / name for name in ("protocol.py", "run_requests.py")]
+PAGE = ROOT / "docs" / "protocol.md"
 
 HEAD = """# The messages of the control plane
 
 Every process that takes part in running a job, except the ranks' own collectives, talks in these messages: frozen dataclasses in
-`phalanx/control/protocol.py`, encoded as JSON. Between hosts they travel over authenticated, sealed connections ([network.md](network.md));
+`phalanx/control/protocol.py` and `run_requests.py`, encoded as JSON. Between hosts they travel over authenticated, sealed connections ([network.md](network.md));
 between a launcher and its agent, and between an agent and its ranks, through pipes. [architecture.md](architecture.md) shows who the
 processes are, [resilience.md](resilience.md) what they do with them.
 
@@ -22,16 +23,20 @@ _SECTION = re.compile(r"# --- (.*?) -+$")
 
 
 def text() -> str:
-    source = SOURCE.read_text()
+    sections = [section for path in SOURCES for section in _sections(path.read_text())]
+    return "\n".join([HEAD, *sorted(sections, key=lambda section: section.startswith("## Values"))])  # these last
+
+
+def _sections(source: str) -> list[str]:
     titles = {number: match[1] for number, line in enumerate(source.splitlines(), 1) if (match := _SECTION.match(line))}
     classes = [node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)]
-    lines = [HEAD]
-    for begin, title in sorted(titles.items(), key=lambda item: item[1].startswith("values")):  # these last
+    sections = []
+    for begin, title in titles.items():
         end = min((other for other in titles if other > begin), default=source.count("\n") + 1)
-        lines += [f"## {title[0].upper()}{title[1:]}\n", "| Message | Fields | Meaning |", "| --- | --- | --- |"]
-        lines += [_row(node) for node in classes if begin < node.lineno < end and not _is_base(node)]
-        lines.append("")
-    return "\n".join(lines)
+        lines = [f"## {title[0].upper()}{title[1:]}\n", "| Message | Fields | Meaning |", "| --- | --- | --- |"]
+        lines += [_row(node) for node in classes if begin < node.lineno < end and node.bases and not _is_base(node)]
+        sections.append("\n".join([*lines, ""]))
+    return sections
 
 
 def _is_base(node: ast.ClassDef) -> bool:

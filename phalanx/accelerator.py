@@ -15,6 +15,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+_MEMORY_EVENTS = 1_000_000  # newest allocations of a memory history that are kept
+
 
 class Accelerator:
     """The CPU, and the interface of every other kind of device.
@@ -79,6 +81,14 @@ class Accelerator:
 
     def empty_cache(self) -> None:
         """Give cached blocks back to the driver."""
+
+    def record_memory_history(self, on: bool) -> bool:
+        """Begin or end to record every allocation with its stack; False where torch's allocator does not."""
+        return False
+
+    def memory_snapshot(self) -> Any:
+        """What was recorded, as a table that https://pytorch.org/memory_viz shows when it is pickled."""
+        return None
 
     def pin(self, tensor: Tensor) -> Tensor:
         """The tensor in page-locked memory, from which copies to the device run in parallel with the host's work."""
@@ -169,6 +179,17 @@ class Cuda(Accelerator):
 
     def empty_cache(self) -> None:
         torch.cuda.empty_cache()
+
+    def record_memory_history(self, on: bool) -> bool:
+        # Stacks of Python only: those of C++ take many times as long, and name nothing that a model's author knows.
+        if on:
+            torch.cuda.memory._record_memory_history(stacks="python", max_entries=_MEMORY_EVENTS)
+        else:
+            torch.cuda.memory._record_memory_history(enabled=None)
+        return True
+
+    def memory_snapshot(self) -> Any:
+        return torch.cuda.memory._snapshot()
 
     def pin(self, tensor: Tensor) -> Tensor:
         return tensor.pin_memory()

@@ -36,6 +36,8 @@ _VERBS = {
     "status": "watch_cmd.status",
     "logs": "watch_cmd.logs",
     "stop": "watch_cmd.stop",
+    "top": "top_cmd.top",
+    "profile": "profile_cmd.profile",
     "watch": "page_cmd.watch",
     "report": "report_cmd.report",
     "trace": "trace_cmd.trace",

@@ -29,6 +29,7 @@ from phalanx.control.launcher_registry import LauncherRegistry
 from phalanx.control.node_check import NodeCheck
 from phalanx.control.node_faults import NodeFaults
 from phalanx.control.processes import ForkClient, OnReport, ReplicaProcess, Worker, inspect_process
+from phalanx.control.run_requests import Observe, RunRequest
 from phalanx.events import heartbeat
 from phalanx.events.heartbeat import Beat
 from phalanx.events.records import StrangerRefused, Warned
@@ -269,6 +270,9 @@ class Agent(NodeServices):
             case protocol.HandOff():
                 for worker in self._workers_of(order.generation, set(order.contributors)):
                     worker.send(order)
+            case Observe():
+                for worker in self._workers_of(order.generation, set(order.ranks)):
+                    worker.send(order)
             case protocol.Kill():
                 for worker in self._workers_of(order.generation, order.ranks):
                     worker.failure = order.failure
@@ -428,6 +432,8 @@ async def _follow_launcher(agent: Agent, launcher: asyncio.StreamReader) -> None
             agent.stop(message.reason)
         elif isinstance(message, protocol.Leave):
             agent.leave(message)
+        elif isinstance(message, RunRequest):
+            agent.report(message)
         elif isinstance(agent.registry, LauncherRegistry):
             agent.registry.receive(message)
     os._exit(1)

@@ -16,8 +16,10 @@ from phalanx.control import codec, protocol
 from phalanx.control.channel import Channel
 from phalanx.control.controller_state import Control, Generation, Member, RecoveryRecord
 from phalanx.control.election import NodeServices, beat_seconds
+from phalanx.control.observation import Observations
 from phalanx.control.preflight import Preflight
 from phalanx.control.recover import Recovery, Replanner
+from phalanx.control.run_requests import Observed, RunRequest
 from phalanx.control.watchdog import Watchdog, worker_failure
 from phalanx.events.frames import Refused
 from phalanx.events.heartbeat import Beat
@@ -52,6 +54,7 @@ class Controller(Control):
         super().__init__(agent, term)
         self._replanner = Replanner(agent.run, agent.plan, lambda: this_machine().times(agent.hosts))
         self._watchdog = Watchdog(self, self._replanner)
+        self._observations = Observations(self)
         self._leadership_checked = -_LEADERSHIP_SECONDS
 
     # --- reports of the agents ---
@@ -99,6 +102,10 @@ class Controller(Control):
                 if report.question == self.state.question:  # not a late answer to an earlier one
                     known = self.state.locations.get(report.rank, HangReport())
                     self.state.locations[report.rank] = known | report.report
+            case Observed() if generation is not None and report.generation == generation.number:
+                self._observations.on_observed(report)
+            case RunRequest():
+                self._observations.ask(report)
             case protocol.RankReport() if generation is not None and report.generation == generation.number:
                 generation.update(report)
             case protocol.RanksBegan() if generation is not None and report.generation == generation.number:
@@ -249,6 +256,7 @@ class Controller(Control):
                     await Recovery(self, self._replanner).run()
                 else:
                     await self._watchdog.check()
+                    self._observations.check()
                     await self.wait(0.25)
                 self.check_silent_nodes()
         finally:

@@ -255,6 +255,8 @@ class ControllerState:
     """The running generation only saves."""
     copy_every: int | None = None
     """Steps between two replicas of the state in host memory; None: no replicas."""
+    observing: bool = False
+    """Ranks carry out a request (`control/observation`)."""
     question: int = 0
     """Number of the last question to the ranks where they are."""
     locations: dict[int, HangReport] = field(default_factory=dict)

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 
 from phalanx.control import codec, protocol
+from phalanx.control.run_requests import LiveBeats, RunRequest
 from phalanx.events.records import Event, decode
 
 _EMPTY = protocol.RegistryState(term=0, author="", offered=0, nodes={}, touches=0)
@@ -89,3 +90,9 @@ class LauncherRegistry:
         self._history = asyncio.get_running_loop().create_future()
         self._send(protocol.AskHistory())
         return [event for line in (await self._history).lines if (event := decode(line)) is not None]
+
+    def take_requests(self) -> list[RunRequest]:
+        return []
+
+    def publish_beats(self, text: str) -> None:
+        self._send(LiveBeats(text=text))

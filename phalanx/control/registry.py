@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Protocol
 
 from phalanx.control.protocol import NodeInfo
+from phalanx.control.run_requests import RequestFiles, RunRequest
 from phalanx.events.log import RecordWriter, launch_events
 from phalanx.events.records import Event, FailureNoticed, FaultInjected, Finished, HostRejected, Recovered
 from phalanx.events.rundir import RunDir
@@ -71,6 +72,12 @@ class Registry(Protocol):
     async def history(self) -> list[Event]:
         """The records of this launch: `HISTORY` and the newest step, at least."""
 
+    def take_requests(self) -> list[RunRequest]:
+        """What somebody asks the running job for, each once; where the launcher keeps the registry, requests come as reports instead."""
+
+    def publish_beats(self, text: str) -> None:
+        """Write control/beats.json, for somebody who watches."""
+
 
 class FolderRegistry:
     """The control folder of a run directory that all nodes see, and its events.jsonl."""
@@ -81,6 +88,7 @@ class FolderRegistry:
         self._newest: int | None = None
         """The newest term that this object has seen."""
         self.folder.mkdir(parents=True, exist_ok=True)
+        self._requests = RequestFiles(rundir)
 
     def newest(self) -> tuple[int, str]:
         """The newest term and its author; (0, "") before the first.
@@ -161,6 +169,12 @@ class FolderRegistry:
 
     async def history(self) -> list[Event]:
         return launch_events(self._events)
+
+    def take_requests(self) -> list[RunRequest]:
+        return self._requests.take()
+
+    def publish_beats(self, text: str) -> None:
+        self._requests.publish(text)
 
     def _term(self, term: int) -> Path:
         return self.folder / f"term-{term:05d}"

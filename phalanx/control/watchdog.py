@@ -146,7 +146,7 @@ class HangDetector:
         """That the last look at all heartbeats took."""
 
     async def check(self, generation: Generation) -> None:
-        if self._control.stalled:
+        if self._control.stalled or self._control.state.observing:
             return
         now, living = time.monotonic(), set(generation.living)
         beats = {rank: beat for rank, beat in generation.beats.items() if rank in living}

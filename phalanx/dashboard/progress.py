@@ -45,6 +45,7 @@ _PLAIN_LINES: dict[type[Event], tuple[str, str]] = {
     records.ControllerChanged: ("node {event.node} is now the controller", "yellow"),
     **dict.fromkeys((records.Straggling, records.Corrupted, records.NotFinite), ("{event.message}", "yellow")),
     records.FaultInjected: ("chaos: {event.fault}", "magenta"),
+    records.RequestFailed: ("request for a {event.what} not carried out: {event.reason}", "yellow"),
 }
 """Text and style of the lines that only repeat an event's values."""
 _SOURCES = {"live": "the survivors' state", "memory": "in-memory replicas", "disk": "a checkpoint"}
@@ -259,6 +260,10 @@ def _line(event: Event) -> tuple[str, str] | None:
         case records.WorkerFailed():
             who = "a worker" if event.rank is None else f"rank {event.rank}"
             return f"{who} failed: {event.reason}", "bold red"
+        case records.RequestStarted():
+            which = f"rank {event.ranks[0]}" if len(event.ranks) == 1 else f"{len(event.ranks)} ranks"
+            beyond = event.step + event.steps
+            return f"asked for a {event.what} of {which}, steps {event.step} to {beyond - 1}: they take longer", "dim"
         case records.Stopped():
             saved = "" if event.saved else "; nothing was saved"
             return f"stopped after step {event.step}: {event.reason}{saved}", "yellow"

@@ -457,6 +457,49 @@ class FaultInjected(Event):
     step: int | None
 
 
+class RequestStarted(Event):
+    """Ranks of the running job will carry out a request, such as that of `phalanx profile`."""
+
+    request: str
+    """Identifies the request; its other records have the same."""
+    what: str
+    """"profile" or "memory"."""
+    step: int
+    """The first step of it, the same on all these ranks."""
+    steps: int
+    ranks: list[int]
+
+
+class RequestFailed(Event):
+    """A request was refused or not carried out. Training continues."""
+
+    request: str
+    what: str
+    rank: int | None
+    """None: all ranks that have not answered yet."""
+    reason: str
+
+
+class Profiled(Event):
+    """A rank has written the profile of some of its steps."""
+
+    request: str
+    what: str
+    """"profile" (a trace of torch.profiler) or "memory" (allocations)."""
+    step: int
+    """The first step of it."""
+    steps: int
+    rank: int
+    host: str
+    path: str
+    """In the run directory, as that host sees it."""
+    bytes: int
+    seconds: float
+    """Of one of these steps, in the mean, with the cost of recording."""
+    top: dict[str, float]
+    """The largest parts: of a profile, kernel or operator to its seconds in one step; of memory, place to its bytes."""
+
+
 class Stopped(Event):
     """The run was asked to stop. If it has saved, it can be resumed."""
 

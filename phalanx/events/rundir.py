@@ -30,6 +30,10 @@ class RunDir:
         self.settings_file = self.control / "settings.json"
         self.exit_file = self.control / "exit_code"
         self.stop_file = self.control / "stop"
+        self.ask_file = self.control / "ask.json"
+        self.top_file = self.control / "top"
+        self.beats_file = self.control / "beats.json"
+        self.profiles = path / "profiles"
         self.job_file = path / "kubernetes.json"
         self._lock: int | None = None
 

@@ -17,6 +17,7 @@ from queue import Empty, SimpleQueue
 from phalanx._version import __version__
 from phalanx.checkpointing.replicas import shm_slots
 from phalanx.control.protocol import NOT_SAVED, AgentSettings, NodeAway, Outcome, Stop
+from phalanx.control.run_requests import RequestFiles
 from phalanx.dashboard.summary import Summary
 from phalanx.events.log import EventLog, EventReader, read_events
 from phalanx.events.records import Event, RunStarted, Warned, WorkerFailed
@@ -114,6 +115,7 @@ class Job:
         self._registry = (
             RegistryServer(self.rundir, self.run.resilience.heartbeat) if self._launcher.registry == "launcher" else None
         )
+        self._requests = RequestFiles(self.rundir)
         self._told = 0.0
         """When the agents were last told the state of the registry."""
         self._settings = agent_settings(prepared, chaos)
@@ -175,6 +177,7 @@ class Job:
                 select.select([node.agent for node in self._living], [], [], _POLL)
                 self._receive()
                 self._pass_stops()
+                self._pass_requests()
                 self._tell_state()
                 if not self._check_nodes():
                     break
@@ -194,7 +197,7 @@ class Job:
 
     def _remove_control_files(self) -> None:
         """Remove terms and addresses, which are dangling links now and would break a copy of the run directory."""
-        for pattern in ("launch", "term-*", "offer-*", "node-*"):
+        for pattern in ("launch", "term-*", "offer-*", "node-*", "ask.json", "top", "beats.json"):
             for path in self.rundir.control.glob(pattern):
                 path.unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # claims of injected faults stay, for those who count them
@@ -227,6 +230,12 @@ class Job:
             while reason := self._stops.get_nowait():
                 if not any([node.agent.send(Stop(reason=reason)) for node in self._living]):
                     self._write(Warned(message=f"{reason} could not be passed on: the run has ended already."))
+
+    def _pass_requests(self) -> None:
+        """Pass requests such as that of `phalanx profile` to an agent, unless the controller sees the run directory itself."""
+        if self._registry is not None:
+            for request in self._requests.take():
+                any(node.agent.send(request) for node in self._living)  # one of them is enough
 
     def _check_nodes(self) -> bool:
         """Notice lost nodes and restart those that shall return; returns whether any node is left or will return."""

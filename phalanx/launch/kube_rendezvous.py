@@ -23,6 +23,7 @@ from typing import TypeVar
 from phalanx.control import codec, protocol
 from phalanx.control.protocol import AgentSettings, Outcome
 from phalanx.control.registry import HISTORY
+from phalanx.control.run_requests import LiveBeats, RequestFiles
 from phalanx.events.log import RecordWriter
 from phalanx.events.records import Event, FailureNoticed, decode, encode
 from phalanx.events.rundir import RunDir, replace_file
@@ -60,6 +61,7 @@ class KubeRendezvous:
         self._registry: _Registry | None = None
         self._lines: dict[str, str] = {}
         """Of each log, the line that is not complete yet."""
+        self._requests = RequestFiles(rundir)
 
     def over(self) -> int | None:
         return _code(_patiently(lambda: self._api.get(self._secret)))
@@ -108,11 +110,14 @@ class KubeRendezvous:
                 self._lines[message.name] = rest
                 for line in lines:
                     print(f"[{message.name.removesuffix('.log')}] {line}", flush=True)
+            case LiveBeats():
+                self._requests.publish(message.text)
             case _:
                 self._registry.handle(message)
 
     def messages(self) -> list[codec.Message]:
-        return [] if self._registry is None else list(_drain(self._registry.answers))
+        """A request arrives in the run directory of any pod, by `phalanx profile` in that pod."""
+        return [] if self._registry is None else [*_drain(self._registry.answers), *self._requests.take()]
 
     def lose(self) -> None:
         assert self._registry is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Callable
@@ -9,10 +10,11 @@ from pathlib import Path
 
 from phalanx.control import codec, protocol
 from phalanx.control.registry import HISTORY
+from phalanx.control.run_requests import LiveBeats
 from phalanx.events.log import RecordWriter, launch_events
 from phalanx.events.records import Step, encode
 from phalanx.events.run_logs import note_size
-from phalanx.events.rundir import RunDir
+from phalanx.events.rundir import RunDir, replace_file
 
 
 class RegistryServer:
@@ -64,6 +66,9 @@ class RegistryServer:
                 self._writer.write(message.line, if_new=message.if_new)
             case protocol.AskHistory():
                 answer(protocol.History(lines=self._history()))
+            case LiveBeats():
+                with contextlib.suppress(OSError):
+                    replace_file(self._rundir.beats_file, message.text)
             case protocol.LogText():
                 path = self._rundir.logs / Path(message.name).name
                 with path.open("a") as file:

@@ -24,7 +24,7 @@ from phalanx.watch.record_values import known, number, numbers_of, table, whole
 from phalanx.watch.run_digest import Digest
 from phalanx.watch.run_views import Window, price_rate, time_left, warm_rows
 
-_AXES = ("pipeline", "data", "shard", "context", "tensor")
+AXES = ("pipeline", "data", "shard", "context", "tensor")
 """Degrees of a layout, outermost first: the last varies fastest with the rank."""
 _MAX_DRAWN = 1 << 16
 """Ranks of a picture."""
@@ -166,8 +166,8 @@ def ranks(run: FollowedRun, window: Window) -> JsonObject:
     digest, own = run.digest, run.digest.ranks
     count = min(max(whole(digest.launch, "ranks") or 0, own.count if not digest.launch else 0), _MAX_DRAWN)
     layout = table(digest.launch, "layout")
-    sizes = [max(1, whole(layout, axis) or 1) for axis in _AXES]
-    axes: list[Json] = [{"name": name, "size": size} for name, size in zip(_AXES, sizes, strict=True)]
+    sizes = [max(1, whole(layout, axis) or 1) for axis in AXES]
+    axes: list[Json] = [{"name": name, "size": size} for name, size in zip(AXES, sizes, strict=True)]
     if math.prod(sizes) != count:
         axes = [{"name": "rank", "size": count}]
     started = last_of_each(own.started["rank"], count)
@@ -207,7 +207,7 @@ def rank_story(run: FollowedRun, rank: int) -> JsonObject:
     """Everything that the records say of one rank."""
     digest, own = run.digest, run.digest.ranks
     layout, place, distance = table(digest.launch, "layout"), {}, 1
-    for axis in reversed(_AXES):
+    for axis in reversed(AXES):
         size = max(1, whole(layout, axis) or 1)
         place[axis] = rank // distance % size
         distance *= size

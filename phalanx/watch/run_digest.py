@@ -376,6 +376,15 @@ def _refused(digest: Digest, record: Record) -> None:
     )
 
 
+def _request_started(digest: Digest, record: Record) -> None:
+    first, steps, ranks = count(record, "step"), count(record, "steps"), len(entries(record, "ranks", 1 << 20))
+    digest.note(record, f"asked for a {text(record, 'what', 40)} of steps {first} to {first + steps - 1} on {ranks} ranks")
+
+
+def _request_failed(digest: Digest, record: Record) -> None:
+    digest.note(record, f"request for a {text(record, 'what', 40)} not carried out: {text(record, 'reason')}")
+
+
 def _ignore(digest: Digest, record: Record) -> None:
     """A kind that no picture shows, or that this version does not know."""
 
@@ -398,6 +407,7 @@ _HANDLERS: dict[str, Callable[[Digest, Record], None]] = {
     "sampled": _sampled, "copied": _copied, "failure_noticed": _failure_noticed, "recovered": _recovered, "data_opened": _data_opened,
     "hosts_checked": _hosts_checked, "rewound": _rewound, "fault_injected": _fault, "settings_changed": _changed,
     "controller_changed": _controller, "stranger_refused": _refused,
+    "request_started": _request_started, "request_failed": _request_failed,
     **dict.fromkeys(("saved", "save_failed", "exported", "export_failed", "uploaded", "upload_failed", "checkpoint_damaged"), _save),
     **dict.fromkeys(("warned", "straggling", "corrupted", "not_finite", "host_rejected"), _sentence),
     **dict.fromkeys(ENDINGS, _ended),

@@ -98,7 +98,7 @@ def report_of(run: FollowedRun, run_file: str) -> Report:
     return Report(
         title=run.name,
         subtitle=_subtitle(head),
-        figures=_figures(run, head),
+        figures=figures(run, head),
         sections=(*(section for section in sections if section is not None), last),
     )
 
@@ -118,7 +118,8 @@ def _subtitle(head: JsonObject) -> str:
     return " · ".join(word for word in words if word)
 
 
-def _figures(run: FollowedRun, head: JsonObject) -> tuple[tuple[str, str, str], ...]:
+def figures(run: FollowedRun, head: JsonObject) -> tuple[tuple[str, str, str], ...]:
+    """Name, value, and what it is compared with, of all that is known. `head`: as `run_views.header` returns it."""
     views = run_views.overview(run, Window())
     found, promise = table(views, "figures"), table(views, "promise")
 

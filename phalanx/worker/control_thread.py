@@ -17,6 +17,7 @@ from types import FrameType
 from typing import Any
 
 from phalanx.control import codec, protocol
+from phalanx.control.run_requests import Observe
 from phalanx.recovery.diagnose import HangReport
 
 INTERRUPT = signal.SIGRTMIN + 1
@@ -47,6 +48,7 @@ class ControlThread:
         """Whether the main thread must not be interrupted now."""
         self.on_stop: Callable[[str], None] = lambda reason: None
         self.on_pause: Callable[[], None] = lambda: None
+        self.on_observe: Callable[[Observe], None] = lambda order: None
         self.locate: Callable[[], HangReport] = HangReport
         self._main_thread = threading.get_ident()
         signal.signal(INTERRUPT, self._on_interrupt)
@@ -97,6 +99,9 @@ class ControlThread:
             case protocol.Pause():
                 if order.generation == self.generation:
                     self.on_pause()
+            case Observe():
+                if order.generation == self.generation:
+                    self.on_observe(order)
             case protocol.CutConnections():
                 cut_connections()
             case protocol.LocateRanks():

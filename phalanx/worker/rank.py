@@ -52,6 +52,7 @@ from phalanx.training.trainer import Trainer
 from phalanx.worker import compute_check
 from phalanx.worker.control_thread import ControlThread
 from phalanx.worker.hang_report import hang_report, register_stack_dump
+from phalanx.worker.rank_requests import RankRequests
 
 _KEPT_STEPS = 200
 """Step records that every rank keeps, to write them if rank 0 is lost."""
@@ -146,6 +147,8 @@ class Rank(RankProgram):
         self._steps: deque[Step | StepSkipped] = deque(maxlen=_KEPT_STEPS)
         self._rank = 0
         self._main_thread = threading.get_ident()
+        self._requests = RankRequests(rundir, self._record_now, control.report)
+        control.on_observe = self._requests.ask
         control.on_stop = signals.stop
         control.on_pause = lambda: self._trainer.pause() if self._trainer is not None else None
         # The state must not be left in the middle of a change.
@@ -266,11 +269,13 @@ class Rank(RankProgram):
         first = True
         for last in trainer.train(save_only=order.begin.save_only):
             self._record(last, trainer)
+            self._requests.between_steps(trainer)
             if isinstance(last, Step | StepSkipped):
                 self._steps.append(last)
                 if first:
                     control.report(protocol.FirstStepDone(generation=generation))
                 first = False
+        self._requests.finish(trainer)
         if trainer.stop_signal.paused and not isinstance(last, Stopped):
             control.report(protocol.RankPaused(generation=generation))
             return None
@@ -334,6 +339,7 @@ class Rank(RankProgram):
     def _release(self) -> None:
         """Free the memory and connections of the previous generation."""
         self._signals.pass_to(None)
+        self._requests.abandon()
         if self._trainer is not None:
             self._trainer.close()
             self._trainer = None

@@ -124,6 +124,9 @@ class Hooks(StepHook):
     def add(self, *hooks: StepHook) -> None:
         self._hooks += hooks
 
+    def remove(self, hook: StepHook) -> None:
+        self._hooks.remove(hook)
+
     @property
     def all_allow_ahead(self) -> bool:
         return all(hook.allows_ahead for hook in self._hooks)
