@@ -57,6 +57,8 @@ class Timeline:
         self._unread: StepTimes | None = None
         """Of the last step: its events may not have happened yet."""
         self._anchor: tuple[float, Any] | None = None
+        self._free: list[Any] = []
+        """Events that were read. To make one takes longer than to record it."""
         self._steps = 0
 
     # --- stamps ---
@@ -65,7 +67,7 @@ class Timeline:
         """Now, on the device: what it does next begins here. `now`: what the host's clock has just said."""
         if not self._accelerator.asynchronous:
             return perf_counter() if now is None else now
-        event = self._accelerator.event(timing=True)
+        event = self._free.pop() if self._free else self._accelerator.event(timing=True)
         event.record()
         return event
 
@@ -98,7 +100,13 @@ class Timeline:
             return float(self._anchor[0] + self._anchor[1].elapsed_time(stamp) / 1000 - begin)
 
         spans = [Span(seconds(first), seconds(last), kind, name) for first, last, kind, name in times.spans]
-        return spans, [Call(*call[:4], *map(seconds, call[4:])) for call in times.calls]
+        calls = [Call(*call[:4], *map(seconds, call[4:])) for call in times.calls]
+        if self._accelerator.asynchronous:
+            stamps = [stamp for first, last, *_ in times.spans for stamp in (first, last)]
+            stamps += [stamp for call in times.calls for stamp in call[4:]]
+            # A stamp may end one phase and begin the next, of the same step.
+            self._free += {id(stamp): stamp for stamp in stamps if not isinstance(stamp, float)}.values()
+        return spans, calls
 
     def _drop_anchor(self) -> None:
         """Find out what time it is on the host when it is now on the device."""
