@@ -27,8 +27,8 @@ _HOPELESS = 0.1
 """Probability that a candidate saves MIN_GAIN after all, below which it is given up."""
 _FAR_BEHIND = 1.03
 """Ratio at the first look from which on a candidate is given up, however noisy the machine is."""
-_FAR_SLOWER = 1.5
-"""Ratio of every pair from which on two are enough to give up."""
+_FAR_SLOWER, _ENOUGH = 2.0, 3
+"""Ratio of every pair from which on so many are enough to give up."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,7 +93,7 @@ class Looks:
     def verdict(self, pairs: Sequence[tuple[float, float]]) -> Verdict:
         """What the pairs so far say."""
         count = len(pairs)
-        if count > 1 and all(candidate > _FAR_SLOWER * base for base, candidate in pairs):
+        if count >= _ENOUGH and all(candidate > _FAR_SLOWER * base for base, candidate in pairs):
             return "not faster"  # its turns take long, too
         if count not in (self.first, *self.at):
             return "go on"

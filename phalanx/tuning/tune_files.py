@@ -14,7 +14,6 @@ from pathlib import Path
 
 from phalanx.events.rundir import replace_file
 from phalanx.planning.report import layout_keys
-from phalanx.spec.edit_file import with_commented
 from phalanx.spec.json_value import Json, JsonObject
 from phalanx.spec.layout import Layout
 from phalanx.tuning.duel import Measurement
@@ -50,6 +49,8 @@ def write_measurements(path: Path, result: TuneResult) -> None:
 def tuned_text(text: str, result: TuneResult, replan: Callable[[str], Side] | None) -> str:
     """The run file with the chosen keys. `replan`: the side that `phalanx train` would run with a text; where its plan chooses other values
     than the trials had, those are written too. None: it is not planned again."""
+    from phalanx.spec.edit_file import with_commented  # imports tomlkit, which only a changed file needs
+
     best = result.best
     values = dict(best.changes)
     comments = {key: f"tune: {_brought(result, key):.1%} less time a step" for key in values}

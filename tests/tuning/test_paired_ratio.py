@@ -61,3 +61,9 @@ def test_a_duel_without_a_difference_is_won_by_accident_at_the_promised_rate(loo
 def test_one_burst_of_load_does_not_decide() -> None:
     quiet = [(1.0, 0.95 + 0.001 * number) for number in range(12)]
     assert ratio_of([*quiet[:-2], (1.0, 5.0), (9.0, 0.95)]).median == pytest.approx(0.955, abs=0.003)
+
+
+def test_what_is_far_slower_is_given_up_soon_and_what_may_be_noise_is_not() -> None:
+    far = [(1.0, 8.0)] * 3
+    assert [ALIVE.verdict(far[:count]) for count in (1, 2, 3)] == ["go on", "go on", "not faster"]
+    assert ALIVE.verdict([(1.0, 8.0), (1.0, 0.7), (1.0, 8.0)]) == "go on"
