@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import json
-import queue
 import threading
-import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,6 +22,7 @@ _FORMAT = 1
 _SEGMENTS = 4
 """Segments that hold the steps to keep; one more is being written."""
 _QUEUE = 1000  # steps that wait for the disk
+_LOOK = 0.5  # seconds between two looks for new steps
 _RETRY = 1.0  # seconds after an error of the disk
 _LAST_WORDS = 5.0  # seconds in which the last steps must be written
 _MAX_LINE = 64 << 20  # bytes of one line that are read
@@ -119,7 +119,9 @@ class TimelineWriter:
         self._folder, self._author = run_dir / FOLDER, author
         self._per_segment = max(1, -(-keep // _SEGMENTS))
         self._groups: dict[str, CallGroup] = {}
-        self._queue: queue.Queue[RankStep | None] = queue.Queue(maxsize=_QUEUE)
+        # A thread that is woken in every step would take Python's lock in the middle of it: this one looks now and then.
+        self._waiting: deque[Callable[[], RankStep]] = deque(maxlen=_QUEUE)
+        self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="timeline", daemon=True)
         self._thread.start()
 
@@ -127,23 +129,29 @@ class TimelineWriter:
         """A group that the following steps mention."""
         self._groups[name] = group
 
-    def add(self, step: RankStep) -> None:
-        with contextlib.suppress(queue.Full):
-            self._queue.put_nowait(step)
+    def add(self, step: Callable[[], RankStep]) -> None:
+        """The next step of the rank; the thread that writes it also makes it."""
+        self._waiting.append(step)
 
     def close(self) -> None:
         """Write what is left."""
-        with contextlib.suppress(queue.Full):
-            self._queue.put(None, timeout=_LAST_WORDS)
+        self._closing.set()
         self._thread.join(timeout=_LAST_WORDS)
 
+    def _next(self) -> RankStep | None:
+        """None: that was the last one."""
+        while not self._waiting:
+            if self._closing.wait(_LOOK) and not self._waiting:
+                return None
+        return self._waiting.popleft()()
+
     def _run(self) -> None:
-        while (step := self._queue.get()) is not None:
+        while (first := self._next()) is not None:
             try:
-                if not self._write_segment(step):
+                if not self._write_segment(first):
                     return
             except OSError:
-                time.sleep(_RETRY)  # the disk is full; what the queue cannot hold meanwhile is lost
+                self._closing.wait(_RETRY)  # the disk is full; what does not fit into the queue meanwhile is lost
 
     def _write_segment(self, step: RankStep | None) -> bool:
         """Writes this step and those after it; returns False if one of them was the last of all."""
@@ -159,7 +167,7 @@ class TimelineWriter:
         with path.open("x", encoding="utf-8", buffering=1) as file:
             file.write(_dump(header))
             for place in range(self._per_segment):
-                step = self._queue.get() if place else step
+                step = self._next() if place else step
                 if step is None:
                     return False
                 new = {call.group for call in step.calls} - named

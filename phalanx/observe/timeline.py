@@ -91,13 +91,13 @@ class Timeline:
         return ready
 
     def since(self, begin: float, times: StepTimes) -> tuple[list[Span], list[Call]]:
-        """In seconds since `begin`."""
+        """In seconds since `begin`. Any thread may call it, with the times of one step after the other."""
+
+        anchored: tuple[float, Any] = self._anchor or (0.0, None)
+        host, anchor = anchored
 
         def seconds(stamp: Any) -> float:
-            if isinstance(stamp, float):
-                return stamp - begin
-            assert self._anchor is not None
-            return float(self._anchor[0] + self._anchor[1].elapsed_time(stamp) / 1000 - begin)
+            return stamp - begin if isinstance(stamp, float) else float(host - begin + anchor.elapsed_time(stamp) / 1000)
 
         spans = [Span(seconds(first), seconds(last), kind, name) for first, last, kind, name in times.spans]
         calls = [Call(*call[:4], *map(seconds, call[4:])) for call in times.calls]

@@ -6,6 +6,7 @@ import gzip
 import json
 from collections import defaultdict
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,7 @@ def write(
     for name, group in (groups or {"g": ALL}).items():
         writer.add_group(name, group)
     for step in steps:
-        writer.add(step)
+        writer.add(partial(replace, step))
     writer.close()
 
 

@@ -111,8 +111,12 @@ class TimelineHook(StepHook):
         if times is None:
             return
         number, begin, end = self._steps.pop(0)
-        spans, calls = self.timeline.since(begin, times)
-        self._writer.add(RankStep(step=number, begin=begin, seconds=end - begin, spans=spans, calls=calls))
+
+        def step() -> RankStep:
+            spans, calls = self.timeline.since(begin, times)
+            return RankStep(step=number, begin=begin, seconds=end - begin, spans=spans, calls=calls)
+
+        self._writer.add(step)
 
 
 class _PartObserver(StepObserver):
@@ -129,7 +133,9 @@ class _PartObserver(StepObserver):
             return function(*args)
         self._hook.enter(phase)
         try:
-            return self._hook.timeline.run(part if micro_batch is None else f"{part} {micro_batch}", function, *args)
+            if micro_batch is None:  # the phase is the part
+                return function(*args)
+            return self._hook.timeline.run(f"{part} {micro_batch}", function, *args)
         finally:
             self._hook.enter("other")
 
