@@ -146,6 +146,7 @@ class SinkThread(threading.Thread):
         self._kind, self._settings, self._positions, self._over = kind, settings, positions, over
         self._lines = LineFollower(settings.rundir.events_file)
         self._lines.offset = positions.begin(name, settings.rundir.events_file, from_launch=kind.from_launch)
+        positions.put(name, self._lines.offset)  # of a sink that never works, so that a later launch begins here
         self._sink: Sink | None = None
         self._wait = _FIRST_WAIT
 
