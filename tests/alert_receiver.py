@@ -10,7 +10,8 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-PATIENCE = 30.0
+PATIENCE = 240.0
+"""Seconds after which a test gives up."""
 
 
 class Receiver:

@@ -169,6 +169,10 @@ class Job:
             yield from self._reader.new()
             yield from self._check_disk()
         yield from self._reader.new()
+        if self._sinks is not None:
+            self.rundir.release()  # the run is over, also for them
+            self._sinks.close()
+            yield from self._reader.new()  # what they have to say
 
     # --- the thread ---
 

@@ -22,8 +22,6 @@ def watch_problems(run: Run) -> Iterator[str]:
             '$(watch.alerts.url)watch.alerts.url is neither an address such as "https://hooks.example.com/…" nor "env:NAME" with the name of an '
             "environment variable: correct it, or remove it."
         )
-    if watch.otlp is not None and not _is_web_address(watch.otlp):
-        yield '$watch.otlp is no address such as "http://host:4318": correct it, or remove it.'
     for key, value in (("otlp", watch.otlp), ("mlflow_uri", watch.mlflow_uri)):
         if value is not None and (parts := _split(value)) is not None and parts.password is not None:
             variables = (
@@ -33,6 +31,8 @@ def watch_problems(run: Run) -> Iterator[str]:
                 f"$(watch.{key})watch.{key} holds a password, which the run directory would show: remove it from the address, and set "
                 f"{variables} in the environment."
             )
+        elif key == "otlp" and value is not None and not _is_web_address(value):
+            yield '$watch.otlp is no address such as "http://host:4318": correct it, or remove it.'
     if watch.mlflow_uri is not None and not watch.mlflow:
         yield "$watch.mlflow_uri is not used without watch.mlflow = true: set it, or remove watch.mlflow_uri.$(watch.mlflow)"
     if watch.metrics_port is None:

@@ -260,7 +260,7 @@ class Draft:
 def _without_secret(text: str) -> str:
     """A line or an override as it may be shown: of a key that holds a secret, only the name. A line does not say which table it is in."""
     name, equals, _ = text.partition("=")
-    return f"{name}{equals}…" if equals and name.strip() in _SECRETS else text
+    return f"{name}{equals}…" if equals and name.strip() in _SECRETS else _PASSWORD.sub("://…@", text)
 
 
 def _given(values: Mapping[str, Any], table: str) -> dict[str, Any]:
@@ -311,6 +311,7 @@ def _unreadable(path: Path, error: OSError) -> str:
 
 _INNER_TABLES = [table for table in TABLES if "." in table and table not in OPTIONAL and "*" not in table]
 """Tables inside of others, besides those of models and those that people name."""
+_PASSWORD = re.compile(r"://[^/\s:@]*:[^/\s@]*@")
 _SECRETS = {name for key in KEYS.values() if "secret" in key.metadata for name in (key.path, key.name)}
 _CLOSING = re.compile(r"""([\]}]|"{3}|'{3})\s*(#.*)?$""")
 """The end of a line with which a value of several lines can end."""

@@ -82,7 +82,8 @@ class Rules:
     def _begin_launch(self, promised: float | None) -> None:
         self._step: int | None = None
         self._planned = 0
-        self._ended = False
+        self.ended = False
+        """The launch has said how it ended."""
         self._loss, self._speed, self._stall = (
             _LossRule(self._alerts),
             _SpeedRule(self._alerts, promised),
@@ -94,8 +95,8 @@ class Rules:
         if isinstance(event, RunStarted):
             self._begin_launch(None if event.promise is None else event.promise.tokens_per_second)
             self._planned = event.steps
-        self._ended = isinstance(event, Finished | Stopped | WorkerFailed) or (
-            self._ended and not isinstance(event, RunStarted)
+        self.ended = isinstance(event, Finished | Stopped | WorkerFailed) or (
+            self.ended and not isinstance(event, RunStarted)
         )
         self._step = getattr(event, "step", None) or self._step
         self._stall.on_event(event)
@@ -104,7 +105,7 @@ class Rules:
 
     def on_time(self, now: float) -> list[Alert]:
         """Alerts about what has not happened, and about the disk. All records are read."""
-        if self._ended:
+        if self.ended:
             return []
         found = list(self._stall.judge(now))
         for rule in self._disks.values():
@@ -113,7 +114,7 @@ class Rules:
 
     def on_close(self, now: float) -> list[Alert]:
         """The launcher has ended: alerts about a launch that has not said how it ended."""
-        if self._ended:
+        if self.ended:
             return []
         sentence = f"The run has ended without saying how, {self._position()}: it was killed, or its launcher was."
         return self._limit(

@@ -21,6 +21,7 @@ from phalanx.watch.sinks.outbox import Outbox
 from phalanx.watch.sinks.sink import SinkSettings
 
 _TIMEOUT = 10.0
+_LOCK_SECONDS = 5.0
 _WAITING = 100
 """Alerts that wait for the webhook, at most."""
 _AN_HOUR = 60
@@ -45,9 +46,18 @@ class AlertSink:
         self._deliver()
 
     def close(self) -> None:
-        if not self._settings.rundir.is_running:  # else another host has taken over
+        if self._rules.ended or self._is_over():  # else another host has taken over
             self._outbox.add(self._rules.on_close(time.time()))
         self._deliver(at_once=True)
+
+    def _is_over(self) -> bool:
+        """Whether nobody trains any more. A launcher that is killed closes its pipes a moment before its lock."""
+        deadline = time.monotonic() + _LOCK_SECONDS
+        while self._settings.rundir.is_running:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(_LOCK_SECONDS / 50)
+        return True
 
     def _deliver(self, *, at_once: bool = False) -> None:
         if (error := self._outbox.deliver(at_once=at_once)) is not None:
