@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import signal
 import socket
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
 import pytest
 from alert_receiver import receiving, until
 from commands import InProcess, Workshop, cmdline, losses, signal_to
@@ -38,6 +40,18 @@ def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port: int = server.getsockname()[1]
         return port
+
+
+def tensorboard_steps(folder: Path) -> set[int]:
+    """Steps whose loss is in the files of TensorBoard."""
+    from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+
+    return {
+        event.step
+        for file in (folder / "tensorboard").iterdir()
+        for event in EventFileLoader(str(file)).Load()
+        if any(value.tag == "train/loss" for value in event.summary.value)
+    }
 
 
 def test_a_failure_and_its_recovery_and_the_end_reach_the_webhook(workshop: Workshop) -> None:
@@ -118,8 +132,6 @@ def test_a_webhook_that_never_answers_delays_the_end_of_the_command_by_a_bounded
 
 
 def test_a_sink_process_that_is_killed_is_started_again_and_repeats_little(workshop: Workshop) -> None:
-    from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
-
     command = workshop.start(
         "train", "tiny.toml", "train.steps=120", "watch.tensorboard=true", "checkpoint.every=120", "--run-dir", "run"
     )
@@ -127,13 +139,7 @@ def test_a_sink_process_that_is_killed_is_started_again_and_repeats_little(works
     (process,) = [each for each in workshop.processes() if "phalanx.watch.sink_process" in cmdline(each)]
     signal_to(process, signal.SIGKILL)
     assert command.wait().code == 0
-    seen = {
-        event.step
-        for file in (workshop.path / "run" / "tensorboard").iterdir()
-        for event in EventFileLoader(str(file)).Load()
-        if any(value.tag == "train/loss" for value in event.summary.value)
-    }
-    assert seen == set(range(1, 121)), "no step is missing"
+    assert tensorboard_steps(workshop.path / "run") == set(range(1, 121)), "no step is missing"
 
 
 def test_metrics_are_served_with_the_run(workshop: Workshop) -> None:
@@ -235,3 +241,39 @@ def test_a_port_that_is_taken_is_refused(here: InProcess, workshop: Workshop, mo
         refused = here("train", "tiny.toml", f"watch.metrics_port={port}")
     assert refused.code == 2 and f"watch.metrics_port = {port}: 127.0.0.1 cannot listen there" in refused.shown
     assert "name another port" in " ".join(refused.shown.split())
+
+
+# --- other launchers ------------------------------------------------------------------------------------------------
+
+
+def test_sinks_of_a_run_under_torchrun(workshop: Workshop) -> None:
+    torchrun = [str(Path(sys.executable).with_name("torchrun")), "--standalone", "--nproc-per-node", "2", "-m", "phalanx"]
+    with receiving() as receiver:
+        url = f"watch.alerts.url={receiver.url}"
+        ended = workshop.run("train", "tiny.toml", url, QUIET, "watch.tensorboard=true", "--run-dir", "run", program=torchrun)
+        assert ended.code == 0 and receiver.kinds[-1] == "finished" and "failed" not in receiver.kinds, ended
+    assert tensorboard_steps(workshop.path / "run") == set(range(1, 9))
+
+
+@pytest.mark.slow
+def test_sinks_move_to_the_host_of_the_next_controller(workshop: Workshop) -> None:
+    """As under Slurm: one process for each host, and none of them outlives its host. The host of the controller is lost."""
+    with receiving() as receiver:
+        hosts = [
+            workshop.start(
+                "node", "run", "--node", number, "--nodes", 3, "--launch", "one", "--run-file", "tiny.toml", "train.steps=150", "layout.data=2",
+                "cluster.nodes=3", "resilience.spares=1", "watch.alerts.url=env:HOOK", QUIET, "watch.tensorboard=true", 'watch.alerts.on=["failure","recovered","finished","failed"]',
+                env={"HOOK": receiver.url},
+            )
+            for number in range(3)
+        ]  # fmt: skip
+        hosts[0].until(workshop.reached("run", 20), "step 20")
+        first = [each for each in workshop.processes() if "phalanx.watch.sink_process" in cmdline(each)]
+        (leader,) = {host.pid for host in hosts} & {parent.pid for each in first for parent in each.parents()}
+        lost = psutil.Process(leader)
+        for process in [*lost.children(recursive=True), lost]:
+            signal_to(process, signal.SIGKILL)
+        for host in hosts:
+            assert host.wait().code == (-signal.SIGKILL if host.pid == leader else 0)
+        assert sorted(set(receiver.kinds)) == ["failure", "finished", "recovered"] and receiver.kinds.count("finished") == 1
+    assert len(first) == 1 and tensorboard_steps(workshop.path / "run") == set(range(1, 151))

@@ -95,9 +95,7 @@ class Rules:
         if isinstance(event, RunStarted):
             self._begin_launch(None if event.promise is None else event.promise.tokens_per_second)
             self._planned = event.steps
-        self.ended = isinstance(event, Finished | Stopped | WorkerFailed) or (
-            self.ended and not isinstance(event, RunStarted)
-        )
+        self.ended = isinstance(event, Finished | Stopped | WorkerFailed) or (self.ended and not isinstance(event, RunStarted))
         self._step = getattr(event, "step", None) or self._step
         self._stall.on_event(event)
         found = list(self._judge(event))
