@@ -25,6 +25,7 @@ Each command does one thing to a run file, a run directory or a checkpoint. The 
 | `phalanx lr-find RUN.toml` | Suggest a learning rate, from the loss while it grows ([more](several-runs.md#find-a-learning-rate)). |
 | `phalanx runs [FOLDER]` | List runs with state, step, loss and speed ([more](several-runs.md#list-runs)). |
 | `phalanx watch RUN_DIR` | A live page in a browser: loss, speed, ranks, failures, the promise; of a folder of runs, several next to each other ([more](watch.md)). |
+| `phalanx alerts test RUN.toml` | Sends a test message to the webhook of the run file ([more](monitoring.md#alerts)). |
 | `phalanx report RUN_DIR -o report.html` | One document with pictures about a run, as HTML, Markdown or PDF ([more](watch.md#a-document)). |
 | `phalanx status RUN_DIR` | Is it running, how far is it, what has failed; from any host that sees the directory. |
 | `phalanx logs RUN_DIR [--rank 3] [--grep TEXT] [--follow]` | What ranks and nodes have written, in the order of time; failures first. |

@@ -36,6 +36,8 @@ def watch_problems(run: Run) -> Iterator[str]:
     if watch.mlflow_uri is not None and not watch.mlflow:
         yield "$watch.mlflow_uri is not used without watch.mlflow = true: set it, or remove watch.mlflow_uri.$(watch.mlflow)"
     if watch.metrics_port is None:
+        if token is not None:
+            yield "$(watch.metrics_token)watch.metrics_token is not used without watch.metrics_port: set it, or remove the token.$(watch.metrics_port)"
         return
     if token is None and not is_loopback(watch.metrics_host):
         yield (

@@ -56,7 +56,7 @@ class Family:
             yield f"{self.name}{suffix}{{{words}}} {_number(value)}"
 
 
-def _families() -> dict[str, Family]:
+def metric_families() -> dict[str, Family]:
     """Every metric, in the order of the text."""
     gauge, counter = "gauge", "counter"
     listed = [
@@ -103,7 +103,7 @@ def _families() -> dict[str, Family]:
 
 def exposition(runs: Sequence[FollowedRun], clock: Callable[[], float] = time.time) -> str:
     """The text of a scrape."""
-    families = _families()
+    families = metric_families()
     for run in runs:
         with run.lock:
             _add_run(families, run, clock())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from openmetrics import samples
 from watch_runs import Record, serving, started, step, write_run
 
 from phalanx.watch.followed_run import RunFolder
-from phalanx.watch.open_metrics import CONTENT_TYPE, exposition
+from phalanx.watch.open_metrics import CONTENT_TYPE, exposition, metric_families
 from phalanx.watch.page_access import Access
 
 EVENTS: list[Record] = [
@@ -133,3 +134,11 @@ def test_the_parser_of_prometheus_reads_the_same(tmp_path: Path) -> None:
     }
     ours = samples(text)
     assert sorted(map(str, theirs.items())) == sorted(map(str, ours.items())) and len(ours) > 60  # as text: NaN equals nothing
+
+
+def test_the_documentation_names_every_metric_and_no_other() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "monitoring.md").read_text()
+    named = set(re.findall(r"phalanx_[a-z0-9_]+", text))
+    suffixes = {"counter": "_total", "info": "_info"}
+    served = {family.name + suffixes.get(family.kind, "") for family in metric_families().values()}
+    assert named == served
