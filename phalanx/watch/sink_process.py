@@ -44,7 +44,11 @@ _FIRST_WAIT, _LONGEST_WAIT = 1.0, 60.0
 """Seconds until the next attempt of a sink that failed."""
 _DRAIN_SECONDS = 15.0
 """Time that all sinks have for the last records after the run is over."""
-_RESTARTS = 3
+_STARTS = 4
+_GIVEN_UP = (
+    f"The process of the run's sinks has ended {_STARTS} times, and is not started again: the run goes on, but TensorBoard, metrics, alerts and others "
+    "get no more records of this launch. See logs/sinks.log."
+)
 _PRIORITY = 10
 """Added to the niceness of the launcher: the ranks come first."""
 _RUN_STARTED = b'{"event": "run_started"'
@@ -59,8 +63,9 @@ class SinkProcess:
             "alert_url": secret(run.watch.alerts.url),
             "metrics_token": secret(run.watch.metrics_token),
         }
-        self._restarts = 0
-        self._process = self._start()
+        self._starts = 0
+        self._process: ModuleProcess | None = None
+        self.keep_running()
 
     @staticmethod
     def of(run: Run, rundir: RunDir) -> SinkProcess | None:
@@ -68,26 +73,42 @@ class SinkProcess:
         wanted = sinks_of(run.watch) or run.watch.metrics_port is not None
         return SinkProcess(run, rundir) if wanted else None
 
+    @property
+    def pid(self) -> int | None:
+        """The process; None while there is none."""
+        return None if self._process is None or self._process.poll() is not None else self._process.pid
+
     def _start(self) -> ModuleProcess:
         settings: JsonObject = {"run_dir": str(self._rundir.path.absolute()), "run": self._run}
         return ModuleProcess("phalanx.watch.sink_process", settings | self._secrets, self._rundir.logs / "sinks.log")
 
     def keep_running(self) -> None:
-        """Start it again if it has died."""
-        if self._process.poll() is not None and self._restarts < _RESTARTS:
-            self._restarts += 1
-            self._process.close()
-            self._process = self._start()
+        """Start it again if it has died, a few times. Never raises: the run matters more."""
+        if self._starts > _STARTS or self.pid is not None:
+            return
+        self._end(0.0)
+        self._starts += 1
+        with contextlib.suppress(OSError):
+            if self._starts > _STARTS:
+                log = EventLog(self._rundir.events_file)
+                log.emit(Warned(message=_GIVEN_UP))
+                log.close()
+            else:
+                self._process = self._start()
 
     def close(self) -> None:
         """The run is over: wait until the sinks have the last records, for a while."""
-        with contextlib.suppress(OSError, subprocess.SubprocessError):
-            self._process.close(_DRAIN_SECONDS + 5.0)
+        self._end(_DRAIN_SECONDS + 5.0)
 
     def kill(self) -> None:
         """Another process takes over."""
+        self._end(0.0)
+
+    def _end(self, patience: float) -> None:
+        process, self._process = self._process, None
         with contextlib.suppress(OSError, subprocess.SubprocessError):
-            self._process.close()
+            if process is not None:
+                process.close(patience)
 
 
 def metrics_address(watch: Watch) -> str | None:

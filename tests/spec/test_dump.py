@@ -114,7 +114,7 @@ def test_secrets_are_not_written_but_the_names_of_their_variables_are() -> None:
     run = loads("", overrides=["train.batch=8", "train.steps=1", *named])
     assert loads(dump(run)) == run and run.watch.alerts.url == run.watch.metrics_token == "env:NAME"
     for value in ("env:", "env:1A", "env:A B", "env:A\n", "environment"):
-        with pytest.raises(RunError, match="watch.alerts.url is neither"):
+        with pytest.raises(RunError, match=r"watch\.alerts\.url is neither"):
             loads(f"[train]\nbatch = 8\nsteps = 1\n[watch.alerts]\nurl = {toml(value)}\n")
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,7 +18,7 @@ from phalanx.events.records import Event, Step, Warned, encode
 from phalanx.events.rundir import RunDir
 from phalanx.spec.load import loads
 from phalanx.spec.run import Run
-from phalanx.watch.sink_process import Positions, SinkThread, launch_offset
+from phalanx.watch.sink_process import Positions, SinkProcess, SinkThread, launch_offset
 from phalanx.watch.sinks.alert_rules import Alert
 from phalanx.watch.sinks.alert_sink import AlertSink, message, post
 from phalanx.watch.sinks.outbox import Outbox
@@ -159,6 +161,24 @@ def test_the_outbox_keeps_the_newest_and_waits_longer_and_longer() -> None:
     away = False
     now[0] = 243.0
     assert outbox.deliver() is None and sent == [3, 4, 5, 6, 7] and outbox.dropped == 0
+
+
+def test_a_process_that_dies_again_and_again_is_given_up_with_a_warning(rundir: RunDir) -> None:
+    write(rundir, run_started())
+    process = SinkProcess.of(loads(f"{RUN}[watch]\ntensorboard = true\n"), rundir)
+    assert process is not None
+    pids = set()
+    for _ in range(10):
+        if process.pid is not None:
+            pids.add(process.pid)
+            os.kill(process.pid, signal.SIGKILL)
+            until(lambda: process.pid is None, "its death")
+        process.keep_running()
+    process.close()
+    assert len(pids) == 4
+    (warned,) = (event.message for event in read_events(rundir.events_file) if isinstance(event, Warned))
+    assert "has ended 4 times" in warned and "logs/sinks.log" in warned
+    assert SinkProcess.of(loads(RUN), rundir) is None, "a run that asks for none has no such process"
 
 
 # --- alerts ---------------------------------------------------------------------------------------------------------
