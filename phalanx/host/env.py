@@ -246,6 +246,12 @@ def count_gpus_without_cuda() -> None:
     os.environ |= _NVML
 
 
+def limit_retries() -> None:
+    """Make MLflow's client report a server that is away after seconds instead of minutes, unless the user has set its patience."""
+    for name, value in (("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1"), ("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")):
+        os.environ.setdefault(name, value)
+
+
 def limit_to_one_thread() -> None:
     """Make libraries that are imported from now on use one thread each."""
     os.environ |= {"RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1", "ARROW_IO_THREADS": "1"}

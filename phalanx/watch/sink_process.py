@@ -24,7 +24,7 @@ from pathlib import Path
 from phalanx.events.log import EventLog, decode_line
 from phalanx.events.records import Event, Warned
 from phalanx.events.rundir import RunDir, replace_file
-from phalanx.host.env import secret
+from phalanx.host.env import limit_retries, secret
 from phalanx.host.process_tree import ModuleProcess, unblock_stop_signals
 from phalanx.spec.dump import dump
 from phalanx.spec.errors import RunError
@@ -164,7 +164,7 @@ class SinkThread(threading.Thread):
 
     def __init__(self, name: str, kind: SinkKind, settings: SinkSettings, positions: Positions, over: threading.Event):
         super().__init__(name=name, daemon=True)
-        self._kind, self._settings, self._positions, self._over = kind, settings, positions, over
+        self.kind, self._settings, self._positions, self._over = kind, settings, positions, over
         self._lines = LineFollower(settings.rundir.events_file)
         self._lines.offset = positions.begin(name, settings.rundir.events_file, from_launch=kind.from_launch)
         positions.put(name, self._lines.offset)  # of a sink that never works, so that a later launch begins here
@@ -184,7 +184,7 @@ class SinkThread(threading.Thread):
             if done and over:
                 break
             if done:
-                self._over.wait(self._kind.seconds)
+                self._over.wait(self.kind.seconds)
         try:
             self._open().close()
         except Exception as error:
@@ -215,14 +215,14 @@ class SinkThread(threading.Thread):
 
     def _open(self) -> Sink:
         if self._sink is None:
-            self._sink = self._kind.open(self._settings)
+            self._sink = self.kind.open(self._settings)
         return self._sink
 
     def _report(self, error: Exception) -> None:
         traceback.print_exception(error)
         words = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         self._settings.warn(
-            f"{self._kind.key} does not take records ({words}): the run goes on, and they are given again later. See logs/sinks.log."
+            f"{self.kind.key} does not take records ({words}): the run goes on, and they are given again later. See logs/sinks.log."
         )
 
 
@@ -287,6 +287,10 @@ async def _main(settings: dict[str, str | None]) -> None:
     deadline = time.monotonic() + _DRAIN_SECONDS
     for thread in threads:
         await asyncio.to_thread(thread.join, max(0.0, deadline - time.monotonic()))
+        if thread.is_alive():
+            warner.of(thread.name)(
+                f"{thread.kind.key} has not taken the last records within {_DRAIN_SECONDS:.0f} s of the end of the run. See logs/sinks.log."
+            )
     positions.save()
 
 
@@ -318,6 +322,7 @@ if __name__ == "__main__":
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)  # they ask the run to stop; its last records are still to be given
     unblock_stop_signals()
+    limit_retries()  # of libraries: a sink that fails is tried again here
     os.nice(_PRIORITY)
     received = json.loads(_first_line())
     sys.stdout = sys.stderr = _Hiding([received[key] for key in ("alert_url", "metrics_token") if received[key]])
