@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import socket
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +16,7 @@ from commands import InProcess, Workshop, cmdline, losses, signal_to
 from openmetrics import samples
 from watch_runs import Client
 
-from phalanx.events.records import Finished, Warned
+from phalanx.events.records import Warned
 from phalanx.spec.load import load
 
 SECRET = "hook/T000/B000/not-for-anybody"
@@ -83,6 +82,7 @@ def test_a_written_out_address_is_in_no_file_and_no_output(workshop: Workshop) -
     )
 
 
+@pytest.mark.slow
 def test_a_stopped_run_says_so(workshop: Workshop) -> None:
     with receiving() as receiver:
         command = workshop.start(
@@ -122,15 +122,14 @@ def test_sinks_that_do_not_work_leave_the_run_alone(workshop: Workshop) -> None:
 
 
 @pytest.mark.slow
-def test_a_webhook_that_never_answers_delays_the_end_of_the_command_by_a_bounded_time(workshop: Workshop) -> None:
+def test_a_webhook_that_never_answers_does_not_keep_the_command(workshop: Workshop) -> None:
     with silent_server() as port:
-        workshop.train(f"watch.alerts.url=http://127.0.0.1:{port}", QUIET, "--run-dir", "run")
-        events = workshop.events("run")
-        (finished,) = (event for event in events if isinstance(event, Finished))
-        assert time.time() - finished.time < 60.0
+        ended = workshop.train(f"watch.alerts.url=http://127.0.0.1:{port}", QUIET, "--run-dir", "run")
+        assert ended.json["finished"] and ended.shown.count("warning: watch.alerts.url") == 1
     assert workshop.gone()
 
 
+@pytest.mark.slow
 def test_a_sink_process_that_is_killed_is_started_again_and_repeats_little(workshop: Workshop) -> None:
     command = workshop.start(
         "train", "tiny.toml", "train.steps=120", "watch.tensorboard=true", "checkpoint.every=120", "--run-dir", "run"
@@ -246,6 +245,7 @@ def test_a_port_that_is_taken_is_refused(here: InProcess, workshop: Workshop, mo
 # --- other launchers ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_sinks_of_a_run_under_torchrun(workshop: Workshop) -> None:
     torchrun = [str(Path(sys.executable).with_name("torchrun")), "--standalone", "--nproc-per-node", "2", "-m", "phalanx"]
     with receiving() as receiver:
