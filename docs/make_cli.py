@@ -28,6 +28,7 @@ Each command does one thing to a run file, a run directory or a checkpoint. The 
 | `phalanx watch RUN_DIR` | A live page in a browser: loss, speed, ranks, failures, the promise; of a folder of runs, several next to each other ([more](watch.md)). |
 | `phalanx top RUN_DIR` | A live view in the terminal: the figures, and every rank with its phase; first the one that all wait for ([more](watch.md#in-the-terminal)). |
 | `phalanx profile RUN_DIR --steps 3 [--memory]` | Ask a running job for a torch profile or a memory snapshot of its next steps, without a restart ([more](profile.md)). |
+| `phalanx alerts test RUN.toml` | Sends a test message to the webhook of the run file ([more](monitoring.md#alerts)). |
 | `phalanx report RUN_DIR -o report.html` | One document with pictures about a run, as HTML, Markdown or PDF ([more](watch.md#a-document)). |
 | `phalanx trace RUN_DIR` | Which rank the others wait for, at which collective, how often and why; `-o trace.json` writes all ranks for Perfetto ([more](trace.md)). |
 | `phalanx status RUN_DIR` | Is it running, how far is it, what has failed; from any host that sees the directory. |

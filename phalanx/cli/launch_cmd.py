@@ -25,9 +25,11 @@ from phalanx.launch.job import Job
 from phalanx.launch.launcher import SubmittedJob
 from phalanx.launch.prepare import Request, choose_directory
 from phalanx.launch.prepare_program import prepare_program
-from phalanx.spec.errors import RunFailed, toml
+from phalanx.spec.dump import written_secrets
+from phalanx.spec.errors import RunFailed, refuse, toml
 from phalanx.spec.load import load, loads
 from phalanx.spec.run import Run
+from phalanx.watch.sink_process import metrics_address
 
 _POLL = 0.2  # seconds between two looks at the log of rank 0
 
@@ -124,6 +126,8 @@ def _follow(job: Job, rundir: RunDir) -> None:
     with stopped_by_signals(job), _output(rundir):
         if job.page is not None:
             console.print(f"page {job.page.wait()}", style="dim", markup=False, soft_wrap=True)
+        if (metrics := metrics_address(job.run.watch)) is not None:
+            console.print(f"metrics {metrics}", style="dim", markup=False, soft_wrap=True)
         for event in job.events():
             _show(event)
 
@@ -160,6 +164,7 @@ def _launch_as_job(run: Run, request: Request, *, dry_run: bool, json: bool) -> 
     """Submits the program to Slurm or Kubernetes and follows it. The job goes on if this process ends."""
     from phalanx.launch import kubernetes, slurm
 
+    refuse(written_secrets(run, f"--on {run.cluster.launcher}"))
     name, on_slurm = _name(run), run.cluster.launcher == "slurm"
     if dry_run:
         directory = request.directory or Path("runs") / name

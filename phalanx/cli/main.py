@@ -41,6 +41,7 @@ _VERBS = {
     "watch": "page_cmd.watch",
     "report": "report_cmd.report",
     "trace": "trace_cmd.trace",
+    "alerts": "alerts_cmd.app",
     "verify": "verify_cmd.verify",
     "generate": "model_cmd.generate",
     "chat": "chat_cmd.chat",

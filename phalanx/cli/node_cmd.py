@@ -16,8 +16,8 @@ from phalanx.events.rundir import RunDir, replace_file
 from phalanx.host.env import NodePlace, engine_place
 from phalanx.host.process_tree import STOP_SIGNALS
 from phalanx.launch.node import NodeOptions, run_node
-from phalanx.spec.dump import dump
-from phalanx.spec.errors import RunError
+from phalanx.spec.dump import dump, written_secrets
+from phalanx.spec.errors import RunError, refuse
 from phalanx.spec.load import load
 
 
@@ -42,7 +42,9 @@ def node(
     if run_file is not None and place.node == 0:
         rundir = RunDir(run_dir)
         rundir.create()
-        replace_file(rundir.request_file, dump(load(run_file, overrides or [])))
+        run = load(run_file, overrides or [])
+        refuse(written_secrets(run, "`phalanx node`"))
+        replace_file(rundir.request_file, dump(run))
     host = socket.gethostname()
 
     def say(text: str) -> None:

@@ -13,7 +13,8 @@ from typer import Argument, Option
 
 from phalanx.cli.options import AsJson
 from phalanx.cli.output import console, print_json
-from phalanx.watch.page_access import Access, is_loopback, new_token
+from phalanx.spec.check_watch import is_loopback
+from phalanx.watch.page_access import Access, new_token
 from phalanx.watch.page_process import Served, serve
 from phalanx.watch.page_server import PORT
 

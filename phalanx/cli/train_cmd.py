@@ -37,11 +37,12 @@ from phalanx.launch.prepare import (
     prepare,
     recorded_commits,
 )
-from phalanx.spec.dump import dump
+from phalanx.spec.dump import dump, written_secrets
 from phalanx.spec.errors import PhalanxError, RunError, RunFailed, refuse
 from phalanx.spec.load import load, load_unresolved
 from phalanx.spec.plan import Place
 from phalanx.spec.run import Run
+from phalanx.watch.sink_process import SinkProcess, metrics_address
 
 if TYPE_CHECKING:
     from phalanx.parallel.mesh import Mesh
@@ -204,6 +205,8 @@ def _follow(job: Job, prepared: Prepared) -> None:
         console.print(f"run directory {prepared.rundir.path}{' (resumed)' if prepared.resumes else ''}", style="dim")
         if job.page is not None:
             console.print(f"page {job.page.wait()}", style="dim", markup=False, soft_wrap=True)
+        if (metrics := metrics_address(prepared.run.watch)) is not None:
+            console.print(f"metrics {metrics}", style="dim", markup=False, soft_wrap=True)
         try:
             for event in job.events():
                 view.show(event)
@@ -227,6 +230,7 @@ def _train_as_job(run: Run, name: str, request: Request, chaos: str, *, dry_run:
             if value
         ]
     )
+    refuse(written_secrets(run, f"--on {launcher}"))
     run = recorded_commits(run, name, request)
     train_on = {"slurm": _train_on_slurm, "kubernetes": _train_on_kubernetes}[launcher]
     return train_on(run, name, request, dry_run=dry_run, json=json)
@@ -325,6 +329,7 @@ def _train_under_torchrun(place: Place, run_file: Path, overrides: list[str], re
     torch.set_num_threads(plan.threads)
     rundir = RunDir(path)
     show = None if prepared is None else _show_start(prepared)
+    sinks = None if prepared is None else SinkProcess.of(prepared.run, rundir)
     log = EventLog(rundir.events_file)
     try:
         code = RankProgram(run, rundir, StopSignals(), log.emit, also=show).train(plan, mesh)
@@ -334,6 +339,9 @@ def _train_under_torchrun(place: Place, run_file: Path, overrides: list[str], re
     except Exception:
         traceback.print_exc()
         code = 1
+    if sinks is not None and prepared is not None:
+        prepared.rundir.release()  # as for everybody who looks, the run is over
+        sinks.close()
     if prepared is not None:
         summary = print_summary(rundir)
         if code == NOT_SAVED:

@@ -99,7 +99,7 @@ class RecordWriter:
 
 def _step(line: bytes) -> int | None:
     """The step that the line is the record of."""
-    event = _decode(line) if line.startswith(_STEP_RECORDS) else None
+    event = decode_line(line) if line.startswith(_STEP_RECORDS) else None
     return event.step if isinstance(event, Step | StepSkipped) else None
 
 
@@ -121,7 +121,7 @@ class EventReader:
         end = block.rfind(b"\n") + 1  # the rest is still being written
         self._offset += end
         for line in block[:end].splitlines():
-            if (event := _decode(line)) is not None:
+            if (event := decode_line(line)) is not None:
                 yield event
 
 
@@ -144,7 +144,7 @@ def _tail(path: Path) -> list[bytes]:
         return file.read().splitlines()
 
 
-def _decode(line: bytes) -> Event | None:
+def decode_line(line: bytes) -> Event | None:
     """The record on a line; None if a crash has cut it short, or another version has written it."""
     try:
         return decode(line.decode())

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from phalanx.host.interfaces import interface_of
+from phalanx.spec.fields import ENVIRONMENT
 from phalanx.spec.plan import Place, Plan
 
 _NVML = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
@@ -89,6 +90,12 @@ def kubeconfig() -> Path:
     """The user's kubeconfig: the first existing file of KUBECONFIG, or the one in the home folder."""
     given = [Path(name) for name in os.environ.get("KUBECONFIG", "").split(os.pathsep) if name]
     return next((path for path in given if path.exists()), given[0] if given else Path.home() / ".kube" / "config")
+
+
+def secret(value: str | None) -> str | None:
+    """The secret that a key of the run file holds, or that the environment variable it names holds; None if there is none."""
+    named = None if value is None else ENVIRONMENT.fullmatch(value)
+    return value if named is None else os.environ.get(named[1]) or None
 
 
 def visible_gpus() -> str | None:
@@ -237,6 +244,12 @@ def use_loopback_only(*, gpus: bool = False) -> None:
 def count_gpus_without_cuda() -> None:
     """torch counts GPUs through NVML from now on, which does not initialize CUDA: this process can fork ranks that use GPUs."""
     os.environ |= _NVML
+
+
+def limit_retries() -> None:
+    """Make MLflow's client report a server that is away after seconds instead of minutes, unless the user has set its patience."""
+    for name, value in (("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1"), ("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")):
+        os.environ.setdefault(name, value)
 
 
 def limit_to_one_thread() -> None:

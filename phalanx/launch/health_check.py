@@ -28,7 +28,18 @@ from phalanx.planning.machines.catalogue import find_gpu
 from phalanx.spec.plan import Machine
 
 _REQUIRED = ("torch", "numpy", "rich", "typer", "matplotlib", "tokenizers", "safetensors", "fsspec", "jinja2")
-_EXTRAS = ("tensorboard", "wandb", "pyarrow", "zstandard", "datasets", "transformers", "lm_eval", "ray")
+_EXTRAS = (
+    "tensorboard",
+    "wandb",
+    "mlflow-skinny",
+    "opentelemetry-sdk",
+    "pyarrow",
+    "zstandard",
+    "datasets",
+    "transformers",
+    "lm_eval",
+    "ray",
+)
 _Given = TypeVar("_Given")
 _Answer = TypeVar("_Answer")
 _GIB = 2**30

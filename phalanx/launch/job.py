@@ -27,6 +27,7 @@ from phalanx.launch.prepare import Examined, Prepared
 from phalanx.launch.registry_server import RegistryServer
 from phalanx.spec.errors import RunFailed
 from phalanx.watch.page_process import PageProcess
+from phalanx.watch.sink_process import SinkProcess
 
 _POLL = 0.1  # seconds between two reads of the event log
 _STATE_SECONDS = 0.5  # between two messages with the state of the registry, which are also the launcher's sign of life
@@ -122,6 +123,7 @@ class Job:
         self._nodes = {number: self._start(number) for number in range(nodes)}
         self.page = PageProcess(self.rundir) if self.run.watch.page else None
         """The live page of the run, which ends with the job; None if the run file asks for none."""
+        self._sinks = SinkProcess.of(self.run, self.rundir)
         self._error: BaseException | None = None
         self._ended = threading.Event()
         threading.Thread(target=self._follow, name="launcher", daemon=True).start()
@@ -150,6 +152,8 @@ class Job:
             self.rundir.release()
             if self.page is not None:
                 self.page.close()
+            if self._sinks is not None:
+                self._sinks.close()
         if self._error is not None:
             raise self._error
         if self.failure is not None:
@@ -167,6 +171,10 @@ class Job:
             yield from self._reader.new()
             yield from self._check_disk()
         yield from self._reader.new()
+        if self._sinks is not None:
+            self.rundir.release()  # the run is over, also for them
+            self._sinks.close()
+            yield from self._reader.new()  # what they have to say
 
     # --- the thread ---
 
@@ -179,6 +187,8 @@ class Job:
                 self._pass_stops()
                 self._pass_requests()
                 self._tell_state()
+                if self._sinks is not None:
+                    self._sinks.keep_running()
                 if not self._check_nodes():
                     break
             if not self._abandoned:

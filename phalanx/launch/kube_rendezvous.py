@@ -119,6 +119,9 @@ class KubeRendezvous:
         """A request arrives in the run directory of any pod, by `phalanx profile` in that pod."""
         return [] if self._registry is None else [*_drain(self._registry.answers), *self._requests.take()]
 
+    def leads(self, node: int) -> bool:
+        return self._registry is not None and self._registry.leads
+
     def lose(self) -> None:
         assert self._registry is not None
         self._registry.handle(None)
@@ -196,7 +199,8 @@ class _Registry:
         self._closed = True
 
     @property
-    def _leads(self) -> bool:
+    def leads(self) -> bool:
+        """Whether the agent of this host is the controller."""
         return self._info is not None and self._lease.state.author == self._info.name
 
     # --- the threads ---
@@ -251,7 +255,7 @@ class _Registry:
             self._announced = True
             self._tell()
         state, now = self._lease.state, time.monotonic()
-        leads = self._leads
+        leads = self.leads
         if leads and (self._touched or self._missed) and now >= self._renew_due:
             self._touched, self._missed, self._renew_due = False, True, now + self._heartbeat / _RENEWALS
             if self._lease.renew(state.term, state.author) and time.monotonic() - now <= self._lease.slack:
@@ -275,7 +279,7 @@ class _Registry:
         with self._telling:
             state = self._lease.state
             news = (state.term, state.author, state.offered, state.nodes)
-            if from_watch and self._leads and news == self._told:
+            if from_watch and self.leads and news == self._told:
                 return
             self._told = news
             self.answers.put(

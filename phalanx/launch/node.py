@@ -34,12 +34,14 @@ from phalanx.spec.errors import RunError
 from phalanx.spec.load import load, loads
 from phalanx.spec.plan import Machine
 from phalanx.spec.run import Run
+from phalanx.watch.sink_process import SinkProcess
 
 _PREPARATION_TIMEOUT = 7 * 86400.0  # seconds that the other nodes wait for node 0, which may tokenize a large corpus
 _POLL = 0.1  # seconds between two looks at the agent
 _SIGN_OF_LIFE = 10.0  # seconds between two signs of life for the engine
 _RESTART = 5.0  # seconds until a dead agent is started again
 _SHORT_LIVED = 20.0  # seconds: an agent that dies sooner has not worked
+_SINK_SECONDS = 1.0  # between two looks which host the sinks belong to
 _ATTEMPTS = 3  # at starting an agent that does not work
 
 
@@ -160,6 +162,9 @@ class _Node:
         self._restart_after = _RESTART if given is None else given
         self._stop: str | None = None
         self._agent: AgentProcess | None = None
+        self._run, self._rundir = run, rundir
+        self._sinks: SinkProcess | None = None
+        self._sinks_checked = 0.0
 
     def follow(self) -> Outcome | None:
         """Keep an agent running until the run is over. None: it cannot be kept running."""
@@ -171,10 +176,14 @@ class _Node:
             begin = time.monotonic()
             outcome, away = self._live()
             if outcome is not None:
+                if self._sinks is not None:
+                    self._sinks.close()
                 return outcome
             short_lived = short_lived + 1 if time.monotonic() - begin < _SHORT_LIVED else 0
             if short_lived == _ATTEMPTS or self._stop is not None:
                 self._say(f"the agent of node {self._settings.node} has ended; see {self._log}")
+                if self._sinks is not None:
+                    self._sinks.kill()  # the run goes on without this host
                 return None
             time.sleep(self._restart_after if away is None else away)
 
@@ -205,10 +214,25 @@ class _Node:
                     agent.send(Stop(reason=self._stop))
                 for message in self._meeting.messages():
                     agent.send(message)
+                self._check_sinks()
                 select.select([agent], [], [], _POLL)
         finally:
             self._agent = None
             agent.close()
+
+    def _check_sinks(self) -> None:
+        """The sinks of the run live on the host of the controller. If that is lost, they go on with the next one."""
+        if time.monotonic() < self._sinks_checked + _SINK_SECONDS:
+            return
+        self._sinks_checked = time.monotonic()
+        leads = self._meeting.leads(self._settings.node)
+        if self._sinks is None and leads:
+            self._sinks = SinkProcess.of(self._run, self._rundir)
+        elif self._sinks is not None and leads:
+            self._sinks.keep_running()
+        elif self._sinks is not None:
+            self._sinks.kill()
+            self._sinks = None
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._stop = signal.Signals(number).name

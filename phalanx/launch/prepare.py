@@ -192,7 +192,7 @@ def _early_problems(run: Run, base: Path) -> list[str]:
     question = [] if RunDir(base).exists else vocabulary_question(run)  # a run to resume has decided
     refuse(question)  # alone: what the rows of nobody's choice cost in memory is no other problem
     return [
-        *run_checks.missing_packages(run),
+        *run_checks.watch_problems(run),
         *run_checks.adapter_problems(run),
         *run_checks.storage_problems(run),
         *run_checks.run_directory_problems(run.data, base),

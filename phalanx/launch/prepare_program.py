@@ -7,10 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from phalanx.events.rundir import replace_file
+from phalanx.launch import run_checks
 from phalanx.launch.launcher import Launcher, launcher
 from phalanx.launch.prepare import Prepared, Request, begin_launch, choose_directory
 from phalanx.spec.dump import dump
-from phalanx.spec.errors import RunError
+from phalanx.spec.errors import RunError, refuse
 from phalanx.spec.layout import Layout
 from phalanx.spec.plan import Plan
 from phalanx.spec.run import Run
@@ -22,6 +23,7 @@ def prepare_program(run: Run, name: str, request: Request, *, started_by: Launch
     started_by = started_by or launcher(run, (request.directory or Path(name)).name)
     if run.cluster.launcher == "local" and shutil.which(run.command.program[0]) is None:
         raise RunError(f"{run.command.program[0]} is not a program on PATH: name one, or give its path.")
+    refuse(run_checks.watch_problems(run))
     machine = started_by.machine()
     # A program that may not run on fewer nodes waits for them.
     resilience = replace(run.resilience, shrink=run.command.min_nodes is not None)

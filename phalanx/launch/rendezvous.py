@@ -9,6 +9,7 @@ from typing import Protocol
 
 from phalanx.control.codec import Message, decode, encode
 from phalanx.control.protocol import AgentSettings, Outcome
+from phalanx.control.registry import FolderRegistry
 from phalanx.events.log import EventLog
 from phalanx.events.rundir import RunDir, replace_file, replace_private_file
 
@@ -52,6 +53,9 @@ class Rendezvous(Protocol):
     def messages(self) -> list[Message]:
         """Messages for the agent."""
 
+    def leads(self, node: int) -> bool:
+        """Whether the agent of this host, whose number is given, is the controller."""
+
     def lose(self) -> None:
         """The agent of this host has ended, and is started again."""
 
@@ -66,6 +70,7 @@ class FolderRendezvous:
 
     def __init__(self, rundir: RunDir, launch: str):
         self.launch, self._rundir, self._path = launch, rundir, rundir.settings_file
+        self._terms: FolderRegistry | None = None
 
     def over(self) -> int | None:
         return None
@@ -98,6 +103,14 @@ class FolderRendezvous:
 
     def messages(self) -> list[Message]:
         return []
+
+    def leads(self, node: int) -> bool:
+        """The name of an agent begins with its node."""
+        self._terms = self._terms or FolderRegistry(self._rundir)
+        try:
+            return self._terms.newest()[1].startswith(f"{node}-")
+        except OSError:
+            return False
 
     def lose(self) -> None: ...
 

@@ -4,10 +4,10 @@ storage of its checkpoints. Called by `launch/prepare`. A check returns its prob
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import ipaddress
 import os
 import shutil
+import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from phalanx.events import frames
 from phalanx.events.log import read_events
 from phalanx.events.records import Saved
 from phalanx.events.rundir import RunDir
+from phalanx.host.env import secret
 from phalanx.host.interfaces import address_of
 from phalanx.host.probe import lacks_instructions
 from phalanx.launch.changed_settings import check_changes
@@ -31,6 +32,7 @@ from phalanx.spec.load import loads
 from phalanx.spec.plan import Machine, Plan
 from phalanx.spec.run import PORTS_PER_NODE, Data, Run
 from phalanx.spec.sources import kind
+from phalanx.watch.sinks.sink import sinks_of
 
 ONE_NODE = (
     "checkpoint.memory_every: this run is on one machine, so its in-memory replicas survive the loss of workers but not the loss of the "
@@ -44,19 +46,41 @@ NO_CHECKPOINTS = "checkpoint.save = false: nothing is saved, not even at the end
 _DISK_SLACK = 16 << 20  # bytes for logs, events and the loss curve
 _EXTRAS = {"s3": "s3", "s3a": "s3"}  # extras of this package by fsspec's name of the storage
 _COMMON_STORES = "s3://, gs:// or az://"
+_ON = " = true"
 _NAMED_FILES = 3  # skipped files that a notice names
 _PADDING_NOTICE = 0.001  # fraction of padding below which it is not reported
 
 
 def missing_packages(run: Run) -> list[str]:
     """Packages that the run needs and that are not installed."""
-    wanted = {"tensorboard": (run.watch.tensorboard, "watch"), "wandb": (run.watch.wandb, "wandb")}
     return [
-        f"watch.{package} = true needs the package {package}, which is not installed: pip install 'phalanx[{extra}]', "
-        f"or set watch.{package} = false."
-        for package, (on, extra) in wanted.items()
-        if on and importlib.util.find_spec(package) is None
+        f"{kind.key} needs the package {kind.package}, which is not installed: pip install 'phalanx[{kind.extra}]', "
+        f"or {f'set {kind.key[: -len(_ON)]} = false' if kind.key.endswith(_ON) else f'remove {kind.key}'}."
+        for kind in sinks_of(run.watch).values()
+        if not kind.installed
     ]
+
+
+def watch_problems(run: Run) -> list[str]:
+    """Why [watch] cannot do what it says here: packages, secrets that are not in the environment, a port that is taken."""
+    watch, problems = run.watch, missing_packages(run)
+    for key, value in (("alerts.url", watch.alerts.url), ("metrics_token", watch.metrics_token)):
+        if value is not None and secret(value) is None:
+            problems.append(f"watch.{key} = {toml(value)}: the environment has no such variable: set it, or remove the key.")
+    if watch.metrics_port is not None:
+        try:
+            with socket.create_server((watch.metrics_host, watch.metrics_port), family=_family(watch.metrics_host)):
+                pass
+        except OSError as error:
+            problems.append(
+                f"watch.metrics_port = {watch.metrics_port}: {watch.metrics_host} cannot listen there ({error.strerror or error}): name another "
+                "port, correct watch.metrics_host, or end the process that has the port."
+            )
+    return problems
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
 def adapter_problems(run: Run) -> list[str]:

@@ -21,7 +21,7 @@ from phalanx.events.rundir import RunDir, replace_file
 from phalanx.host.env import environment_with_gpus
 from phalanx.host.probe import this_machine
 from phalanx.launch.changed_settings import is_finished
-from phalanx.spec.dump import changed, dump
+from phalanx.spec.dump import changed, dump, written_secrets
 from phalanx.spec.errors import RunError
 from phalanx.spec.json_value import JsonObject
 from phalanx.spec.load import load
@@ -143,6 +143,7 @@ def members(grid: Mapping[str, Sequence[str]], folder: Path, make: Callable[[lis
         for name, times in names.items()
         if times > 1
     ]
+    problems += dict.fromkeys(problem for member in found for problem in written_secrets(member.run, "--sweep"))
     problems += [
         f'--sweep starts runs on this machine, but cluster.launcher = "{launcher}": remove the key.'
         for launcher in {member.run.cluster.launcher for member in found} - {"local"}

@@ -10,6 +10,7 @@ from dataclasses import fields, replace
 from phalanx.spec import hf_config_write
 from phalanx.spec.adapted_layers import adapted_layers, is_target, linear_layers
 from phalanx.spec.check_layout import layout_findings
+from phalanx.spec.check_watch import watch_problems
 from phalanx.spec.errors import RunError, around, divisors, either, multiples, nearest_divisors, nearest_multiples, quote, toml
 from phalanx.spec.keys import BARE, KEYS, OPTIONAL, Finding, Wrong, apply_rules, keys_in, tables_in
 from phalanx.spec.model import ModelSpec
@@ -40,13 +41,13 @@ def check(run: Run) -> list[str]:
 def findings(run: Run) -> Iterator[Finding]:
     """Problems between keys, of a run in which every key accepts its value."""
     if run.command.program is not None:
-        yield from apply_rules(run, _command, _spares, _ports)
+        yield from apply_rules(run, _command, _spares, _ports, watch_problems)
         return
     yield from apply_rules(run, _batch)
     yield from model_findings(run)
     yield from layout_findings(run)
     yield from apply_rules(run, _data, _objective, _duration, _samples, _checkpoints)
-    yield from apply_rules(run, _resilience, _spares, _ports, _planned_cluster)
+    yield from apply_rules(run, _resilience, _spares, _ports, _planned_cluster, watch_problems)
 
 
 def _names(run: Run) -> list[str]:

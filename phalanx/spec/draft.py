@@ -17,6 +17,7 @@ from phalanx.spec.fields import RENAMED_KEYS
 from phalanx.spec.keys import (
     BARE,
     FREE,
+    KEYS,
     NAMED,
     OPTIONAL,
     TABLES,
@@ -128,7 +129,7 @@ class Draft:
 
     def take_override(self, text: str) -> None:
         """Take one `key=value` of the command line."""
-        where = Where(_COMMAND_LINE, f"command line: {shorten(text)}")
+        where = Where(_COMMAND_LINE, f"command line: {shorten(_without_secret(text))}")
         try:
             path, value, bare = _parse_override(text)
         except Wrong as wrong:
@@ -188,7 +189,7 @@ class Draft:
             return self.file, f"not valid TOML: {str(error).partition(':')[0]}."
         number = int(match["line"] or text.rstrip().count("\n") + 1)
         what, column = match["what"], match["column"]
-        line = f"`{shorten(text.split(chr(10))[number - 1].strip())}`"
+        line = f"`{shorten(_without_secret(text.split(chr(10))[number - 1].strip()))}`"
         if what == "Cannot overwrite a value":
             sentence = f"{line} gives a value that an earlier line has given: keep one of the two."
         elif what.startswith("Cannot declare"):
@@ -216,8 +217,9 @@ class Draft:
         tables: dict[str, Any] = {
             table: TABLES[table](**_given(values, table)) for table in TABLES if "." not in table and table != "model"
         }
-        inner = TABLES["cluster.kubernetes"](**_given(values, "cluster.kubernetes"))
-        tables["cluster"] = replace(tables["cluster"], kubernetes=inner)
+        for outer, name in (table.split(".") for table in _INNER_TABLES):
+            inner = TABLES[f"{outer}.{name}"](**_given(values, f"{outer}.{name}"))
+            tables[outer] = replace(tables[outer], **{name: inner})
         named = [table.removeprefix("data.mix.") for table in self._tables if table.startswith("data.mix.")]
         mix = tuple(MixedSource(name=name, **_given(values, f"data.mix.{name}")) for name in named)
         tables["data"] = replace(tables["data"], mix=mix)
@@ -253,6 +255,12 @@ class Draft:
         prefix = "model.options."
         options = {path.removeprefix(prefix): value for path, value in values.items() if path.startswith(prefix)}
         return replace(base, **sizes, options=tuple(sorted((dict(base.options) | options).items())))
+
+
+def _without_secret(text: str) -> str:
+    """A line or an override as it may be shown: of a key that holds a secret, only the name. A line does not say which table it is in."""
+    name, equals, _ = text.partition("=")
+    return f"{name}{equals}…" if equals and name.strip() in _SECRETS else _PASSWORD.sub("://…@", text)
 
 
 def _given(values: Mapping[str, Any], table: str) -> dict[str, Any]:
@@ -301,6 +309,10 @@ def _unreadable(path: Path, error: OSError) -> str:
     return f"the file cannot be read ({error.strerror or error}): check its permissions."
 
 
+_INNER_TABLES = [table for table in TABLES if "." in table and table not in OPTIONAL and "*" not in table]
+"""Tables inside of others, besides those of models and those that people name."""
+_PASSWORD = re.compile(r"://[^/\s:@]*:[^/\s@]*@")
+_SECRETS = {name for key in KEYS.values() if "secret" in key.metadata for name in (key.path, key.name)}
 _CLOSING = re.compile(r"""([\]}]|"{3}|'{3})\s*(#.*)?$""")
 """The end of a line with which a value of several lines can end."""
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from phalanx.spec.errors import quote, toml
+from phalanx.spec.fields import is_hidden
 from phalanx.spec.keys import KEYS, find_key, keys_in, tables_in
 from phalanx.spec.model import PRESETS
 from phalanx.spec.run import Run
@@ -21,18 +22,30 @@ _DECIDING_TABLES = ["model", "data", "train", "optimizer", "lora", "dpo", "preci
 
 
 def dump(run: Run) -> str:
-    """The complete run file of a run: `loads` reads it back to an equal Run."""
+    """The complete run file of a run: `loads` reads it back to an equal Run, but for secrets, which it does not have."""
     blocks = [HEADER]
     omit_preset = not _preset_is_expressible(run)
     for table in tables_in(run):
         lines = [
-            f"{key.name} = {toml(value)}\n"
+            f"# {key.name} is set; it is a secret, and not written here\n"
+            if is_hidden(key.metadata, value)
+            else f"{key.name} = {toml(value)}\n"
             for key in keys_in(run, table)
             if (value := key.of(run)) is not None and not (omit_preset and key.path == "model.preset")
         ]
         if lines:
             blocks.append(f"[{table}]\n" + "".join(lines))
     return "\n".join(blocks)
+
+
+def written_secrets(run: Run, what: str) -> list[str]:
+    """Why a run cannot be started by way of a file, which `what` needs: no file that Phalanx writes has a secret."""
+    keys = [key for table in tables_in(run) for key in keys_in(run, table) if is_hidden(key.metadata, key.of(run))]
+    return [
+        f'{key.path} is a secret, and {what} passes the run on in a file: set it to "env:NAME", and the variable NAME in the environment of '
+        "the hosts."
+        for key in keys
+    ]
 
 
 def _preset_is_expressible(run: Run) -> bool:

@@ -22,6 +22,8 @@ RENAMED_KEYS = {
 RENAMED_MODULES = {"places": "position_embed", "ahead": "mtp"}
 """Modules of the built-in decoder, which the names of its parameters begin with: old to new."""
 
+ENVIRONMENT = re.compile(r"env:([A-Za-z_][A-Za-z0-9_]*)")
+"""Value of a secret key that names an environment variable."""
 _MODULE = re.compile(r"((?:[^/]*/)?)([^./]*)")  # "model/", "optimizer/" or nothing; the outermost module
 _OWN_MODULE = re.compile(r"(?m)^module = ")
 
@@ -34,6 +36,9 @@ NOT_A_KEY = {"not_a_key": True}
 """Metadata of a field that the loader fills and no run file has."""
 TRAINING_ONLY = {"training_only": True}
 """Metadata of a key of [model] that a run may set although it starts from a folder: no weight's shape or meaning depends on it."""
+
+SECRET = {"secret": True}
+"""Metadata of a key whose value no file, message or record shows, unless it only names an environment variable ("env:NAME")."""
 
 
 def read_by(*kinds: str) -> dict[str, Any]:
@@ -51,6 +56,11 @@ def within(
 def below(remedy: str) -> dict[str, Any]:
     """Metadata of a number below whose range people look for a setting that another key has; `remedy` names it, in the same table."""
     return {"below": remedy}
+
+
+def is_hidden(metadata: Mapping[str, Any], value: Any) -> bool:
+    """Whether the value of a key must not be shown."""
+    return "secret" in metadata and value is not None and not (isinstance(value, str) and ENVIRONMENT.fullmatch(value))
 
 
 def current_keys(table: str, values: Mapping[str, Any]) -> dict[str, Any]:

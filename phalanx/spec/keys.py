@@ -173,6 +173,8 @@ class Key:
         accepted = _ACCEPTED.get(self.kind, (self.kind,))
         if type(value) not in accepted:  # not isinstance: true is not an integer here
             expected = either(map(toml, self.choices)) if self.choices else _EXPECTED[self.kind]
+            if "secret" in self.metadata:
+                raise Wrong(f"{path} is {noun(value)}, but {expected} is expected.")
             raise Wrong(f"{path} = {quote(value)} is {noun(value)}, but {expected} is expected{self._hint(value)}.")
         if type(value) is str:
             self._check_text(path, value)
@@ -194,7 +196,8 @@ class Key:
             guess = did_you_mean([toml(choice) for choice in self.choices], toml(value))
             raise Wrong(f"{path} = {quote(value)} is unknown: it must be {either(map(toml, self.choices))}{guess or '.'}")
         if any("\ud800" <= char <= "\udfff" for char in value):  # undecodable bytes of a command line; no TOML can hold them
-            raise Wrong(f"{path} = {value!a} is not valid Unicode: rename the file or quote the text as UTF-8.")
+            value_shown = "" if "secret" in self.metadata else f" = {value!a}"
+            raise Wrong(f"{path}{value_shown} is not valid Unicode: rename the file or quote the text as UTF-8.")
 
     def _check_range(self, path: str, value: float) -> None:
         low, high, above = (self.metadata.get(limit) for limit in ("low", "high", "above"))

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from phalanx.spec.fields import CHANGEABLE, NO_EFFECT, below, read_by, within
+from phalanx.spec.alerts import Alerts
+from phalanx.spec.fields import CHANGEABLE, NO_EFFECT, SECRET, below, read_by, within
 from phalanx.spec.layout import Layout
 from phalanx.spec.model import ModelSpec
 
@@ -440,6 +441,22 @@ class Watch:
     """Record what each rank does and when, for `phalanx trace`: phases of a step, forward and backward, every collective."""
     timeline_steps: int = field(default=1000, metadata=within(1))
     """Steps of the timeline that are kept for each rank; older ones are removed."""
+    mlflow: bool = False
+    """Log to MLflow (needs the extra `mlflow`): settings, curves and tags. A resumed run continues its MLflow run."""
+    mlflow_uri: str | None = None
+    """Tracking server or store of MLflow, such as "http://host:5000". Default: MLFLOW_TRACKING_URI, or MLflow's own default."""
+    mlflow_experiment: str = "phalanx"
+    """Experiment in MLflow."""
+    otlp: str | None = None
+    """Send OpenTelemetry spans of the run to this address by OTLP over HTTP, such as "http://host:4318" (needs the extra `otel`). Headers: OTEL_EXPORTER_OTLP_HEADERS."""
+    metrics_port: int | None = field(default=None, metadata=within(1, 65535))
+    """Serve figures of the run for Prometheus at this port, under /metrics, while it goes on. Default: `phalanx watch` alone serves them."""
+    metrics_host: str = "127.0.0.1"
+    """Address that metrics_port listens at. Others than loopback demand metrics_token."""
+    metrics_token: str | None = field(default=None, metadata=SECRET)
+    """Token that a request for metrics must carry as `Authorization: Bearer`. "env:NAME" reads it from an environment variable. It is a secret: no file or message of the run shows it."""
+    alerts: Alerts = field(default_factory=Alerts)
+    """Alerts by webhook."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import math
 import os
@@ -29,6 +30,9 @@ _DEPTH, _MAX_RUNS, _MAX_ENTRIES = 3, 2000, 20_000
 _MEMORY = 256 << 20
 """Bytes of digests that are kept; the least recently used are dropped and read again when asked for."""
 _GLANCE = 1 << 16
+MAX_RECENT = 50
+_RECENT_SECONDS = 86400.0
+"""A run whose events have not changed for so long is not recent."""
 
 
 @dataclass(slots=True)
@@ -224,6 +228,19 @@ class RunFolder:
         """All runs, by name."""
         with self._lock:
             return list(self._known())
+
+    def recent(self) -> list[str]:
+        """Names of the runs that are not long over, newest first, at most `MAX_RECENT`; the one whose directory this is in any case."""
+        with self._lock:
+            paths = dict(self._known())
+        if len(paths) == 1:
+            return list(paths)
+        changed: dict[str, float] = {}
+        for name, path in paths.items():
+            with contextlib.suppress(OSError):
+                changed[name] = os.stat(RunDir(path).events_file, follow_symlinks=False).st_mtime
+        since = time.time() - _RECENT_SECONDS
+        return sorted((name for name, when in changed.items() if when >= since), key=lambda name: -changed[name])[:MAX_RECENT]
 
     def get(self, name: str) -> FollowedRun | None:
         with self._lock:

@@ -29,6 +29,7 @@ from phalanx.watch import plan_views, run_views
 from phalanx.watch.compare_view import MAX_RUNS, compare
 from phalanx.watch.followed_run import FollowedRun, RunFolder
 from phalanx.watch.http_messages import MAX_HEAD, BadRequest, Request, Response, parse_request
+from phalanx.watch.open_metrics import CONTENT_TYPE, exposition
 from phalanx.watch.page_access import Access
 from phalanx.watch.rank_digest import MAX_RANKS
 from phalanx.watch.run_views import View, Window
@@ -159,6 +160,12 @@ class PageServer:
         if not self.access.admits(self.access.token_of(request.headers)):
             refusal = b"This page needs its token: open the address that `phalanx watch` printed.\n"
             return Response(refusal, status=HTTPStatus.UNAUTHORIZED, more=(("WWW-Authenticate", "Bearer"),))
+        return await self._route(request)
+
+    async def _route(self, request: Request) -> Response:
+        """The response to a reader who may read."""
+        if request.path == "/metrics":
+            return await self.metrics(request)
         static = self._static.get(request.path)
         if static is not None:
             return static
@@ -195,6 +202,16 @@ class PageServer:
                 await asyncio.sleep(_PAUSE_SECONDS)
         finally:
             del self._reading[run.name]
+
+    async def metrics(self, request: Request) -> Response:
+        """The figures of a run, or of all runs that have changed lately, for Prometheus."""
+        asked = request.value("run")
+        names = await asyncio.get_running_loop().run_in_executor(self._pool, self.folder.recent) if asked is None else [asked]
+        runs = []
+        for name in names:
+            with contextlib.suppress(*([] if asked is not None else [BadRequest])):  # a run that was just removed is no error
+                runs.append(await self._run(name))
+        return await self._in_thread(lambda: Response(exposition(runs).encode(), CONTENT_TYPE))
 
     async def _view(self, request: Request) -> Response:
         name, window = request.value("view"), _window(request)

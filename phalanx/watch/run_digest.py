@@ -25,6 +25,8 @@ STEP_COLUMNS = (
 """Fields of a `step` record with a column each, after `step` itself."""
 ENDINGS = {"finished": "finished", "stopped": "stopped", "worker_failed": "failed"}
 """Records that end a launch, and the state of the run then."""
+CAUSES = ("died", "hung", "failed", "node lost", "connection lost", "corrupt", "other")
+"""Causes of failures that are counted, each by itself."""
 _GENERATIONS = ("run_started", "failure_noticed")
 """Records after which ranks report anew."""
 _STEP = b'{"event": "step", '
@@ -71,6 +73,10 @@ class Digest:
         self.hosts: JsonObject = {}
         self.ended: JsonObject | None = None
         """How the last launch has ended; None if it has not said so."""
+        self.tokens_processed = 0.0
+        """Of all steps, those that were undone included: it never falls."""
+        self.causes: Counter[str] = Counter()
+        """Failures by cause."""
         self.steps_lost = 0
         self.seconds_lost = 0.0
         self.first_time = self.last_time = math.nan
@@ -142,6 +148,7 @@ class Digest:
         except (KeyError, TypeError, ValueError, OverflowError):
             return False
         self.progress.append((time, step))
+        self.count_tokens(values[2])
         self.last_step, self.last_time, self.launches[-1]["last"] = step, time, time
         self.kinds["step"] += 1
         return True
@@ -158,6 +165,11 @@ class Digest:
         handler(self, record)
         if self.launches and math.isfinite(time):
             self.launches[-1]["last"] = time
+
+    def count_tokens(self, tokens: float) -> None:
+        """Count the tokens of a step."""
+        if isinstance(tokens, int | float) and 0 < tokens < math.inf:
+            self.tokens_processed += tokens
 
     def undo(self, step: int, why: str, time: float) -> None:
         """Forget what happened from this step on."""
@@ -212,6 +224,7 @@ def _step(digest: Digest, record: Record) -> None:
         digest.broken += 1
         return
     digest.begin_step(step, number(record, "time"))
+    digest.count_tokens(number(record, "tokens"))
     digest.steps.append((step, *(number(record, name) for name in STEP_COLUMNS)))
 
 
@@ -296,6 +309,7 @@ def _failure_noticed(digest: Digest, record: Record) -> None:
     digest.begin_generation()
     where: JsonObject = {name: whole(record, name) for name in ("number", "rank", "node", "step")}
     words: JsonObject = {"cause": text(record, "cause", 80), "message": text(record, "message", 2000)}
+    digest.causes[str(words["cause"]) if words["cause"] in CAUSES else "other"] += 1
     stack: JsonObject = {"traceback": text(record, "traceback", _STACK), "time": _time(record), "launch": len(digest.launches)}
     digest.failures.append({"id": digest.kinds["failure_noticed"]} | where | words | stack | {"recovery": None})
 

@@ -15,11 +15,9 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, replace
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 import torch
 
@@ -34,7 +32,7 @@ from phalanx.data.dataset import Dataset, open_dataset
 from phalanx.data.ingest import Progress
 from phalanx.events.fault_log import FaultClaims
 from phalanx.events.heartbeat import Heartbeat
-from phalanx.events.records import Evaluated, Event, Finished, Step, StepSkipped, Stopped, Warned, WorkerStarted, encode
+from phalanx.events.records import Event, Step, StepSkipped, Stopped, Warned, WorkerStarted, encode
 from phalanx.events.rundir import RunDir, replace_file
 from phalanx.faults.grammar import parse
 from phalanx.host.process_tree import stop_signals
@@ -56,9 +54,6 @@ from phalanx.worker.rank_requests import RankRequests
 
 _KEPT_STEPS = 200
 """Step records that every rank keeps, to write them if rank 0 is lost."""
-
-Writer = tuple[Callable[[dict[str, float], int], object], Callable[[], object]]
-"""Writes the values of a step to a sink; ends."""
 
 
 class StopSignals:
@@ -102,7 +97,6 @@ class RankProgram:
         self._data: Dataset | None = None
         self._trainer: Trainer | None = None
         self._heartbeat: Heartbeat | None = None
-        self._listeners: list[Callable[[Event], Any]] = []
 
     def train(self, plan: Plan, mesh: Mesh) -> int:
         """Train to the end without recovery, under torchrun; returns the exit code."""
@@ -128,12 +122,11 @@ class RankProgram:
         return trainer
 
     def _record(self, event: Event, trainer: Trainer) -> None:
-        """Rank 0 writes the event to the log and the configured sinks; every rank logs what it has measured."""
+        """Rank 0 writes the event to the log; every rank logs what it has measured."""
         if trainer.mesh.rank == 0:
-            if not self._listeners:
-                self._listeners = [self._emit, *sinks(self._run, self._rundir.path), *([self._also] if self._also else [])]
-            for listener in self._listeners:
-                listener(event)
+            self._emit(event)
+            if self._also is not None:
+                self._also(event)
         if (measured := trainer.hooks.take_measurement()) is not None:
             self._emit(measured)
 
@@ -383,66 +376,6 @@ def _redirect_output(log: Path) -> None:
     os.dup2(fd, 1)
     os.dup2(fd, 2)
     os.close(fd)
-
-
-def sinks(run: Run, directory: Path) -> list[Callable[[Event], None]]:
-    """Opens TensorBoard and Weights & Biases, if the run asks for them."""
-    writers = []
-    if run.watch.tensorboard:
-        writers.append(_tensorboard(directory))
-    if run.watch.wandb:
-        writers.append(_wandb(run, directory))
-    return [partial(_write, writer) for writer in writers]
-
-
-def _write(writer: Writer, event: Event) -> None:
-    write, end = writer
-    if values := curves(event):
-        write(values, event.step)  # type: ignore[attr-defined]
-    if isinstance(event, Finished | Stopped):
-        end()
-
-
-def curves(event: Event) -> dict[str, float]:
-    """The values of an event that are plotted, by name."""
-    match event:
-        case Step():
-            values = {
-                "train/loss": event.loss,
-                "train/grad_norm": event.grad_norm,
-                "train/learning_rate": event.learning_rate,
-                "speed/tokens_per_second": event.tokens_per_second,
-                "speed/flops_per_second": event.flops_per_second,
-                "memory/bytes": float(event.memory),
-            }
-            optional = {"speed/mfu": event.mfu, "train/expert_load": event.expert_load}
-            return values | {name: value for name, value in optional.items() if value is not None}
-        case Evaluated():
-            each = {f"eval/{name}/loss": source["loss"] for name, source in event.sources.items()}
-            return {"eval/loss": event.loss} | (each if len(each) > 1 else {})
-        case _:
-            return {}
-
-
-def _tensorboard(directory: Path) -> Writer:
-    from torch.utils.tensorboard import SummaryWriter
-
-    writer = SummaryWriter(directory / "tensorboard")
-
-    def write(values: dict[str, float], step: int) -> None:
-        for name, value in values.items():
-            writer.add_scalar(name, value, step)
-
-    return write, writer.close
-
-
-def _wandb(run: Run, directory: Path) -> Writer:
-    import wandb
-
-    # The run directory's name is the id, so that a resumed run continues its curves.
-    name, project = directory.name, run.watch.wandb_project
-    session = wandb.init(project=project, name=name, id=name, resume="allow", dir=directory, config=asdict(run))
-    return lambda values, step: session.log(values, step=step), session.finish
 
 
 # The state that a rank still holds when its generation is over. Nothing here waits for another rank.

@@ -16,7 +16,7 @@ import pytest
 from commands import FinishedRuns, Workshop
 
 from phalanx.cli.main import main
-from phalanx.launch import run_checks
+from phalanx.watch.sinks import sink
 
 Usage = namedtuple("Usage", "total used free")
 Refuse = Callable[..., list[str]]
@@ -289,7 +289,7 @@ def test_full_disk_of_a_real_mount_is_reported(refuse: Refuse, small_disk: Path)
 
 
 def test_missing_package_is_reported_by_the_command(refuse: Refuse, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_checks.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(sink, "find_spec", lambda name: None)
     refuse("train", "tiny.toml", "watch.wandb=true", parts=("watch.wandb", "phalanx[wandb]"))
     lines = refuse("train", "tiny.toml", "watch.tensorboard=true", "layout.data=3", parts=("layout.data",))
     assert len(lines) == 1, "the run file's own problems come first"

@@ -10,7 +10,7 @@ import pytest
 
 from phalanx.spec.check import check
 from phalanx.spec.dump import dump
-from phalanx.spec.errors import toml
+from phalanx.spec.errors import RunError, toml
 from phalanx.spec.keys import KEYS, TABLES, Key
 from phalanx.spec.load import loads, resolve
 from phalanx.spec.model import PRESETS, Mla, ModelSpec, Moe, RopeScaling
@@ -40,7 +40,7 @@ def draw_value(draw: random.Random, key: Key) -> Any:
     if key.kind is bool:
         return draw.random() < 0.5
     if key.kind is str:
-        return draw.choice(TEXTS)
+        return "env:SOME_NAME" if "secret" in key.metadata else draw.choice(TEXTS)
     low = key.metadata.get("low") or 0
     high = key.metadata.get("high") or low + 5000
     return draw.randint(low, high) if key.kind is int else draw.choice([high, low + (high - low) * draw.random() + 1e-12])
@@ -102,6 +102,20 @@ def test_many_runs_read_back() -> None:
 def test_presets_read_back(name: str) -> None:
     run = resolve(replace(BASE, model=PRESETS[name]))
     assert loads(dump(run)) == run
+
+
+def test_secrets_are_not_written_but_the_names_of_their_variables_are() -> None:
+    keys = ["watch.alerts.url=https://hooks/hidden", "watch.metrics_port=9464", "watch.metrics_token=hidden-hidden-hidden"]
+    run = loads("", overrides=["train.batch=8", "train.steps=1", *keys])
+    assert "hidden" not in dump(run) and "# url is set; it is a secret" in dump(run)
+    read = loads(dump(run)).watch
+    assert (read.alerts.url, read.metrics_token, read.metrics_port) == (None, None, 9464)
+    named = [key if "hidden" not in key else f"{key.partition('=')[0]}=env:NAME" for key in keys]
+    run = loads("", overrides=["train.batch=8", "train.steps=1", *named])
+    assert loads(dump(run)) == run and run.watch.alerts.url == run.watch.metrics_token == "env:NAME"
+    for value in ("env:", "env:1A", "env:A B", "env:A\n", "environment"):
+        with pytest.raises(RunError, match=r"watch\.alerts\.url is neither"):
+            loads(f"[train]\nbatch = 8\nsteps = 1\n[watch.alerts]\nurl = {toml(value)}\n")
 
 
 def test_infinity_reads_back() -> None:

@@ -23,7 +23,7 @@ from phalanx.spec.run import Run
 from phalanx.training.micro_batch import MicroBatch
 from phalanx.training.step_totals import StopSignal
 from phalanx.training.trainer import Trainer
-from phalanx.worker.rank import curves
+from phalanx.watch.sinks.curves import curves
 
 
 def losses(events: list[Any]) -> list[tuple[int, float, float, str]]:
@@ -100,7 +100,7 @@ def test_every_source_of_a_mixture_is_evaluated_by_itself(tmp_path: Path) -> Non
     total = sum(of["loss"] * of["tokens"] for of in evaluated.sources.values())
     assert evaluated.tokens == sum(of["tokens"] for of in evaluated.sources.values())
     assert evaluated.loss == pytest.approx(total / evaluated.tokens)
-    assert curves(evaluated)["eval/easy/loss"] == evaluated.sources["easy"]["loss"]
+    assert curves(evaluated)[1]["eval/easy/loss"] == evaluated.sources["easy"]["loss"]
 
 
 def test_a_run_without_held_out_data_is_not_evaluated(tmp_path: Path) -> None:

@@ -13,8 +13,9 @@ from urllib.parse import quote
 import pytest
 from watch_runs import Client, Record, lines, serving, started, step, write_run
 
+from phalanx.spec.check_watch import is_loopback
 from phalanx.watch import page_server
-from phalanx.watch.page_access import Access, is_loopback, new_token
+from phalanx.watch.page_access import Access, new_token
 
 SAMPLE: list[Record] = [started(), *(step(number) for number in range(1, 8))]
 
