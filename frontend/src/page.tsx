@@ -10,7 +10,8 @@ import { go, link, type Route, useRoute } from "./route";
 import { isDark, onTheme, setTheme } from "./theme";
 import { CompareView, RunsView } from "./views/compare";
 import { FailuresView } from "./views/failures";
-import { CheckpointsView, DataView, ExpertsView, PipelineView, SamplesView } from "./views/others";
+import { ExpertsView } from "./views/experts";
+import { CheckpointsView, DataView, PipelineView, SamplesView } from "./views/others";
 import { OverviewView } from "./views/overview";
 import { PromiseView } from "./views/promise";
 import { RanksView } from "./views/ranks";
@@ -129,7 +130,7 @@ function Status({ header }: { header: Header }) {
 function Help({ onClose }: { onClose: () => void }) {
   const dialog = useRef<HTMLDialogElement>(null);
   useEffect(() => { dialog.current?.showModal(); }, []);
-  const rows: [string, string][] = [["1 – 9", "a view of the run"], ["r", "all runs"], ["t", "light or dark"], ["Tab", "next chart, link or button"], ["← →", "read values of the chart that has the focus; Shift: faster"], ["+ −", "zoom into the chart, and out"], ["drag, double-click", "zoom into a chart, and out"], ["← ↑ → ↓, Enter", "move over the ranks, and show one"], ["?", "this help"]];
+  const rows: [string, string][] = [["1 – 9", "a view of the run"], ["r", "all runs"], ["t", "light or dark"], ["Tab", "next chart, link or button"], ["← →", "read values of the chart that has the focus; Shift: faster"], ["+ −", "zoom into the chart, and out"], ["drag, double-click", "zoom into a chart, and out"], ["← ↑ → ↓, Enter", "move over ranks or layers, and show one"], ["?", "this help"]];
   return (
     <dialog ref={dialog} onClose={onClose} aria-labelledby="help-title">
       <h2 id="help-title">keys</h2>

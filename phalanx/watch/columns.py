@@ -19,11 +19,12 @@ _DIGITS = 7
 class Columns:
     """Rows of numbers in columns of fixed types, which take as many bytes as the types say. Rows are added and cut off at the end."""
 
-    def __init__(self, types: Mapping[str, str]):
-        self._rows: Array = np.zeros(_FIRST, dtype=list(types.items()))
+    def __init__(self, types: Mapping[str, str], first: int = _FIRST):
+        """`first`: rows that there is room for at once."""
+        self._rows: Array = np.zeros(first, dtype=list(types.items()))
         self._length = 0
 
-    def append(self, row: tuple[float, ...]) -> None:
+    def append(self, row: tuple[Any, ...]) -> None:
         """Add a row. Raises TypeError, ValueError or OverflowError for a value that its column cannot hold."""
         if self._length == len(self._rows):
             larger = np.zeros(2 * len(self._rows), dtype=self._rows.dtype)

@@ -190,7 +190,8 @@ class FollowedRun:
     def memory(self) -> int:
         """Memory of the numbers, nearly."""
         digest = self.digest
-        return digest.steps.memory + digest.undone.memory + digest.progress.memory + digest.copies.memory + digest.ranks.memory
+        columns = (digest.steps, digest.undone, digest.progress, digest.copies, digest.ranks, digest.experts)
+        return sum(each.memory for each in columns)
 
 
 def _summarized(lines: Iterable[bytes]) -> Ends:

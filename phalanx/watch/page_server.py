@@ -27,6 +27,7 @@ from phalanx.spec.errors import RunError
 from phalanx.spec.json_value import JsonObject
 from phalanx.watch import plan_views, run_views
 from phalanx.watch.compare_view import MAX_RUNS, compare
+from phalanx.watch.expert_digest import MAX_LAYERS
 from phalanx.watch.followed_run import FollowedRun, RunFolder
 from phalanx.watch.http_messages import MAX_HEAD, BadRequest, Request, Response, parse_request
 from phalanx.watch.page_access import Access
@@ -200,13 +201,14 @@ class PageServer:
         name, window = request.value("view"), _window(request)
         run = await self._run(request.value("run"))
         if name == "rank":
-            rank = _whole(request.value("rank"), MAX_RANKS)
-            return await self._shared(
-                request, run.version, partial(self._compute, run, partial(plan_views.rank_story, run, rank))
-            )
-        if name not in _VIEWS:
+            view = partial(plan_views.rank_story, run, _whole(request.value("rank"), MAX_RANKS))
+        elif name == "expert_layer":
+            view = partial(run_views.expert_layer, run, _whole(request.value("layer"), MAX_LAYERS), window)
+        elif name in _VIEWS:
+            view = partial(_VIEWS[name], run, window)
+        else:
             raise BadRequest(HTTPStatus.NOT_FOUND, "There is no such view.")
-        return await self._shared(request, run.version, partial(self._compute, run, partial(_VIEWS[name], run, window)))
+        return await self._shared(request, run.version, partial(self._compute, run, view))
 
     async def _compare(self, request: Request) -> Response:
         names = list(dict.fromkeys(request.query.get("run", [])))[:MAX_RUNS]

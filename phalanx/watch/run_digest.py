@@ -15,6 +15,7 @@ import numpy as np
 
 from phalanx.spec.json_value import Json, JsonObject
 from phalanx.watch.columns import Columns
+from phalanx.watch.expert_digest import ExpertDigest
 from phalanx.watch.rank_digest import RankDigest
 from phalanx.watch.record_values import Record, count, entries, known, number, numbers_of, parse, table, text, whole
 
@@ -52,6 +53,7 @@ class Digest:
         self.progress = Columns({"time": "f8", "step": "i8"})
         """Every record of a step, in the order of the file."""
         self.ranks = RankDigest()
+        self.experts = ExpertDigest()
         self.launches: deque[JsonObject] = deque(maxlen=MAX_ROWS)
         self.cuts: deque[JsonObject] = deque(maxlen=MAX_ROWS)
         """Where steps were undone."""
@@ -175,6 +177,7 @@ class Digest:
         for rows in (self.skipped, self.evaluations):
             while rows and count(rows[-1], "step") >= step:
                 rows.pop()
+        self.experts.cut(step)
         skipped = count(self.skipped[-1], "step") if self.skipped else 0
         self.last_step = max(int(steps[begin - 1]) if begin else 0, skipped)
 
@@ -263,6 +266,11 @@ def _evaluated(digest: Digest, record: Record) -> None:
     values: JsonObject = {name: known(number(record, name)) for name in ("loss", "perplexity", "tokens", "seconds")}
     digest.evaluations.append(values | {"step": count(record, "step"), "time": _time(record), "sources": by_source})
     del digest.evaluations[: -4 * MAX_ROWS]
+
+
+def _expert_loads(digest: Digest, record: Record) -> None:
+    if not digest.experts.add(record):
+        digest.broken += 1
 
 
 def _sampled(digest: Digest, record: Record) -> None:
@@ -395,7 +403,7 @@ def _plain(values: Record) -> JsonObject:
 
 _HANDLERS: dict[str, Callable[[Digest, Record], None]] = {
     "step": _step, "step_skipped": _step_skipped, "run_started": _run_started, "restored": _restored, "evaluated": _evaluated,
-    "sampled": _sampled, "copied": _copied, "failure_noticed": _failure_noticed, "recovered": _recovered, "data_opened": _data_opened,
+    "sampled": _sampled, "expert_loads": _expert_loads, "copied": _copied, "failure_noticed": _failure_noticed, "recovered": _recovered, "data_opened": _data_opened,
     "hosts_checked": _hosts_checked, "rewound": _rewound, "fault_injected": _fault, "settings_changed": _changed,
     "controller_changed": _controller, "stranger_refused": _refused,
     **dict.fromkeys(("saved", "save_failed", "exported", "export_failed", "uploaded", "upload_failed", "checkpoint_damaged"), _save),

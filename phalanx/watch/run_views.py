@@ -268,9 +268,15 @@ def samples(run: FollowedRun, window: Window) -> JsonObject:
 
 
 def experts(run: FollowedRun, window: Window) -> JsonObject:
-    """The load of the fullest expert over the steps."""
+    """The load of the fullest expert over the steps, and of every layer."""
     steps = run.digest.steps
-    return {"curve": curve(steps["step"], {"expert_load": steps["expert_load"]}, window.width, window.low, window.high)}
+    load = curve(steps["step"], {"expert_load": steps["expert_load"]}, window.width, window.low, window.high)
+    return {"curve": load, "layers": run.digest.experts.heat(window.low, window.high)}
+
+
+def expert_layer(run: FollowedRun, layer: int, window: Window) -> JsonObject:
+    """The load of every expert of a layer."""
+    return {"layer": layer} | run.digest.experts.layer(layer, window.low, window.high)
 
 
 View = Callable[[FollowedRun, Window], JsonObject]

@@ -117,6 +117,17 @@ def full_run() -> list[Record]:
         ]
     for number in range(1, 301):
         records.append(step(number, loss=5 / number**0.3, grad_norm=1 + 1 / number, expert_load=1.5 + 1 / number))
+        if number % 20 == 0:
+            tokens = {f"blocks.{layer}": [100, 100 + 2 * number if layer == 2 else 100, 100, 100] for layer in range(1, 5)}
+            records.append(
+                {
+                    "event": "expert_loads",
+                    "time": 2.0 * number,
+                    "step": number,
+                    "steps": 20,
+                    "tokens": tokens | {SCRIPT: [1, 1]},
+                }
+            )
         if number % 50 == 0:
             records.append(
                 {
@@ -294,6 +305,29 @@ def test_keys_links_and_zoom(full: str, open_page: Callable[..., Any]) -> None:
     page.keyboard.press("ArrowRight")
     page.keyboard.press("Enter")
     page.wait_for_selector("h2:text-is('rank 1')")
+
+
+def test_a_layer_of_experts_is_chosen_by_mouse_and_by_keyboard(full: str, open_page: Callable[..., Any]) -> None:
+    page = open_page(f"{full}#/run/full/experts")
+    page.wait_for_selector("h2:text-is('experts of blocks.2')")  # the worst one
+    assert page.locator("table tbody tr").first.inner_text().split("\t")[:3] == ["blocks.2", "1", "2.80 ×"]
+    layers = page.locator(".grid").first
+    layers.focus()
+    page.keyboard.press("ArrowLeft")
+    page.wait_for_selector(".readout:has-text('layer blocks.2, steps 281 to 300: 2.80 ×')")
+    page.keyboard.press("ArrowLeft")
+    page.wait_for_selector(".readout:has-text('layer blocks.2, steps 261 to 280: 2.75 ×')")
+    page.keyboard.press("ArrowDown")
+    page.wait_for_selector(".readout:has-text('layer blocks.3, steps 261 to 280: 1.00 ×')")
+    page.keyboard.press("Enter")
+    page.wait_for_selector("h2:text-is('experts of blocks.3')")
+    box = layers.locator("canvas").bounding_box()
+    page.mouse.click(box["x"] + box["width"] / 2, box["y"] + 1.5 * 18)
+    page.wait_for_selector("h2:text-is('experts of blocks.2')")
+    assert "layer=1" in page.url
+    page.mouse.move(box["x"] + box["width"] - 10, box["y"] + 4.5 * 18)
+    page.wait_for_selector(".readout:has-text('<img src=x')")
+    assert page.locator("img").count() == 0 and page.title() != "owned"
 
 
 def test_charts_are_saved_as_pictures_and_numbers(full: str, open_page: Callable[..., Any], tmp_path: Path) -> None:

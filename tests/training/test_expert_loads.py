@@ -81,7 +81,11 @@ def test_large_models_are_recorded_less_often() -> None:
         recent.fullest(step)
         recent.on_step_taken(step, Outcome(0.0, 1, "", 1.0, 0, 0, 0))
         written += recent.take_events()
-    assert [(record.step, record.steps) for record in written if isinstance(record, ExpertLoads)] == [(20, 20), (300, 20), (600, 20)]
+    assert [(record.step, record.steps) for record in written if isinstance(record, ExpertLoads)] == [
+        (20, 20),
+        (300, 20),
+        (600, 20),
+    ]
     line = encode(written[1])
     assert len(line) / (300 * 2 / 3600) < 1e6, "less than 1 MB an hour with steps of 2 s"
     assert len(line) < 1 << 20, "a page reads lines of up to 1 MiB"
@@ -98,4 +102,6 @@ def test_loads_are_copied_to_the_host_only_for_a_record(tmp_path: Path, monkeypa
         trainer.step()
     trainer.close()
     results = 9  # with the figure of the fullest expert
-    assert sizes == [results] * 19 + [8, results] + [results], "once: the loads, before the results that the host waits for anyway"
+    assert sizes == [results] * 19 + [8, results] + [results], (
+        "once: the loads, before the results that the host waits for anyway"
+    )

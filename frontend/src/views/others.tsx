@@ -1,12 +1,10 @@
-// Checkpoints, data, samples, experts, pipeline.
+// Checkpoints, data, samples, pipeline.
 import { useState } from "preact/hooks";
 import type { Curve, Header, N, Note } from "../api";
 import { Chart } from "../chart";
 import * as f from "../format";
 import { Drawing, Figure, Figures, Nothing, Table } from "../parts";
-import type { Route } from "../route";
 import { runColor, theme } from "../theme";
-import { zoomOf } from "./overview";
 
 interface Save { kind: string; step: N; time: N; path?: string; url?: string; reason?: string; bytes?: N; seconds?: N; stall?: N; bytes_per_second?: N; difference?: N; }
 export interface Checkpoints { header: Header; saves: Save[]; counts: Record<string, number>; curve: { x: number[]; y: Record<string, N[]> }; stall: number; on_disk: string[]; copies: { count: number; stall?: number; skipped?: number; last?: { step: number; bytes: N; peer: boolean } }; copy_curve: Curve; }
@@ -72,19 +70,6 @@ export function SamplesView({ data }: { data: Samples }) {
     <>
       <p class="tools-row"><label>prompt <select value={prompt === null ? "" : String(prompts.indexOf(prompt))} onChange={event => setPrompt(event.currentTarget.selectedIndex ? prompts[event.currentTarget.selectedIndex - 1]! : null)}><option value="">all</option>{prompts.map((each, index) => <option key={index} value={String(index)}>{each.slice(0, 60) || "(beginning of a document)"}</option>)}</select></label> <span class="muted">{shown.length} of {data.total}</span></p>
       <div class="samples">{shown.slice(0, 100).map((sample, index) => <article class="card" key={index}><h2>step {f.whole(sample.step)}</h2><p class="muted">{sample.tokens} tokens in {f.short(sample.seconds)}</p><pre tabIndex={0}><b>{sample.prompt}</b>{sample.text}</pre></article>)}</div>
-    </>
-  );
-}
-
-export interface Experts { header: Header; curve: Curve; }
-
-export function ExpertsView({ data, route }: { data: Experts; route: Route }) {
-  const line = data.curve.y.expert_load;
-  if (!line?.mean.some(value => value !== null)) return <Nothing>The model has no experts, or none has been counted yet.</Nothing>;
-  return (
-    <>
-      <p class="muted">Load of the fullest expert divided by the mean, in the worst layer, over the last 20 steps. 1 × is an even load. Loads of single layers are not recorded.</p>
-      <div class="charts"><div class="wide"><Chart title="load of the fullest expert" x={data.curve.x} group="steps" lines={[{ label: "load", values: line.mean, low: line.min, high: line.max }]} format={f.times} height={320} {...zoomOf(route)} band={{ low: 1, high: 1, middle: 1, label: "even load" }} /></div></div>
     </>
   );
 }
