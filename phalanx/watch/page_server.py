@@ -181,13 +181,18 @@ class PageServer:
 
     async def _run(self, name: str | None) -> FollowedRun:
         """A run, read as far as there was time; the rest is read in the background."""
-        loop = asyncio.get_running_loop()
-        run = None if name is None else await loop.run_in_executor(self._pool, self.folder.get, name)
-        if run is None:
+        found = None if name is None else await asyncio.get_running_loop().run_in_executor(self._pool, self._look, name)
+        if found is None:
             raise BadRequest(HTTPStatus.NOT_FOUND, "There is no such run.")
-        if run.name not in self._reading and not await loop.run_in_executor(self._pool, run.catch_up, _FIRST_SECONDS):
+        run, is_read = found
+        if not is_read and run.name not in self._reading:
             self._reading[run.name] = asyncio.create_task(self._read_on(run))
         return run
+
+    def _look(self, name: str) -> tuple[FollowedRun, bool] | None:
+        """A run, and whether all of it is read, or being read."""
+        run = self.folder.get(name)
+        return None if run is None else (run, run.name in self._reading or run.catch_up(_FIRST_SECONDS))
 
     async def _read_on(self, run: FollowedRun) -> None:
         try:
@@ -268,7 +273,8 @@ def _json(answer: JsonObject, etag: str) -> Response:
 
 def _window(request: Request) -> Window:
     low, high = _real(request.value("from")), _real(request.value("to"))
-    return Window(low=low, high=high, width=min(2000, max(50, _whole(request.value("width") or "600", 1 << 16))))
+    width = min(2000, max(50, _whole(request.value("width") or "600", 1 << 16)))
+    return Window(low=low, high=high, width=width, pack=request.value("pack") == "1")
 
 
 def _real(value: str | None) -> float | None:

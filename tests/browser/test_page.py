@@ -307,6 +307,39 @@ def test_keys_links_and_zoom(full: str, open_page: Callable[..., Any]) -> None:
     page.wait_for_selector("h2:text-is('rank 1')")
 
 
+def test_a_zoom_is_drawn_before_the_server_answers_and_asked_for_once(full: str, open_page: Callable[..., Any]) -> None:
+    page = open_page(f"{full}#/run/full/overview")
+    shown(page, "overview")
+    page.wait_for_function(DRAWN)
+    held: list[Any] = []
+    page.route(lambda url: "from=" in url and "/api/" in url, lambda route: held.append(route))
+    box = page.locator(".wide .u-over").first.bounding_box()
+    y = box["y"] + box["height"] / 2
+    page.mouse.move(box["x"] + 0.5 * box["width"], y)
+    page.mouse.down()
+    page.mouse.move(box["x"] + 0.6 * box["width"], y)
+    page.mouse.move(box["x"] + 0.75 * box["width"], y)
+    page.mouse.up()
+    page.wait_for_selector("button:has-text('whole range')")
+    chart = page.locator(".plot").first
+    chart.focus()
+    for key, low, high in (("Home", 148, 153), ("End", 222, 227)):  # of 300 steps
+        page.keyboard.press(key)
+        step = int(page.inner_text(".readout >> nth=0").split("·")[0].split()[1])
+        assert low <= step <= high
+        left = page.evaluate("() => document.querySelector('.wide .u-cursor-x').style.transform")
+        at = float(left.split("(")[1].split("px")[0]) / box["width"]
+        assert at < 0.05 if key == "Home" else at > 0.95, "the axis has the new range"
+    assert len(held) == 1, "one chart asks for all"
+    held[0].continue_()
+    page.unroute_all()
+    page.locator("button:has-text('whole range')").first.click()
+    page.wait_for_selector("button:has-text('whole range')", state="detached")
+    chart.focus()
+    page.keyboard.press("Home")
+    page.wait_for_selector(".readout:has-text('step 1 ')")
+
+
 def test_a_layer_of_experts_is_chosen_by_mouse_and_by_keyboard(full: str, open_page: Callable[..., Any]) -> None:
     page = open_page(f"{full}#/run/full/experts")
     page.wait_for_selector("h2:text-is('experts of blocks.2')")  # the worst one
