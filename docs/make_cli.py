@@ -26,6 +26,7 @@ Each command does one thing to a run file, a run directory or a checkpoint. The 
 | `phalanx runs [FOLDER]` | List runs with state, step, loss and speed ([more](several-runs.md#list-runs)). |
 | `phalanx watch RUN_DIR` | A live page in a browser: loss, speed, ranks, failures, the promise; of a folder of runs, several next to each other ([more](watch.md)). |
 | `phalanx report RUN_DIR -o report.html` | One document with pictures about a run, as HTML, Markdown or PDF ([more](watch.md#a-document)). |
+| `phalanx trace RUN_DIR` | Which rank the others wait for, at which collective, how often and why; `-o trace.json` writes all ranks for Perfetto ([more](trace.md)). |
 | `phalanx status RUN_DIR` | Is it running, how far is it, what has failed; from any host that sees the directory. |
 | `phalanx logs RUN_DIR [--rank 3] [--grep TEXT] [--follow]` | What ranks and nodes have written, in the order of time; failures first. |
 | `phalanx stop RUN_DIR` | Save and end a run; `phalanx train` resumes it. |

@@ -37,6 +37,7 @@ _VERBS = {
     "stop": "watch_cmd.stop",
     "watch": "page_cmd.watch",
     "report": "report_cmd.report",
+    "trace": "trace_cmd.trace",
     "verify": "verify_cmd.verify",
     "generate": "model_cmd.generate",
     "chat": "chat_cmd.chat",

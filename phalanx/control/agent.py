@@ -22,6 +22,7 @@ from typing import Any
 
 from phalanx.control import codec, protocol, store_server
 from phalanx.control.channel import MAX_UNAUTHENTICATED, Channel, Listener
+from phalanx.control.clock_sync import ClockSync
 from phalanx.control.controller import Controller
 from phalanx.control.election import LeaderClient, NodeServices, beat_seconds, rank_beat_seconds, tell_launcher
 from phalanx.control.launcher_registry import LauncherRegistry
@@ -62,6 +63,7 @@ class Agent(NodeServices):
         self._restarting: asyncio.Task[Any] | None = None
         self._refused, self._refusal_recorded = 0, 0.0
         self._faults = NodeFaults(self)
+        self._clock = ClockSync(self.node, self.report, self.emit)
         self._check = NodeCheck(self, self.slots, self._bind, self._fork)
         self._preparing, self._data, self._data_problem = trains and not settings.data_opened, settings.data, ""
 
@@ -80,6 +82,8 @@ class Agent(NodeServices):
         self.address = listener.address
         self.registry.announce(self.node, protocol.NodeInfo(name=self.name, address=list(self.address), pid=os.getpid()))
         tasks = [self.spawn(self._follow()), self.spawn(self._send_beats()), self.spawn(self._watch_logs())]
+        if self.run.watch.timeline and self.nodes > 1:
+            tasks.append(self.spawn(self._clock.run()))
         await self._over.wait()
         for task in tasks:
             task.cancel()
@@ -249,6 +253,8 @@ class Agent(NodeServices):
         match order:
             case protocol.KeepWorkers():
                 self._kept = order
+            case protocol.ClockAnswered():
+                self._clock.on_answer(order)
             case protocol.CheckHost():
                 self.spawn(self._check.check(order, self._faults.miscomputes()))
             case protocol.MeasureLinks():

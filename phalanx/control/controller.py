@@ -81,7 +81,9 @@ class Controller(Control):
         elif node in self.state.members:
             self.state.members[node].last_heard = time.monotonic()
             self._handle(node, report)
-        if not isinstance(report, protocol.Beats | protocol.Record):  # thousands a second, and no reason to look at all ranks
+        if not isinstance(
+            report, protocol.Beats | protocol.Record | protocol.ClockAsked
+        ):  # thousands a second, and no reason to look at all ranks
             self._changed.set()
 
     def _handle(self, node: int, report: protocol.Report) -> None:
@@ -89,6 +91,8 @@ class Controller(Control):
         match report:
             case protocol.Beats():
                 self._on_beats(report)
+            case protocol.ClockAsked():
+                self._answer_clock(node, report)
             case protocol.HostChecked() | protocol.Computed() | protocol.LinkMeasured():
                 self.state.checks.update(node, report)
             case protocol.RankLocation():
@@ -114,6 +118,12 @@ class Controller(Control):
                 self.state.members[node].replica_server = (host, port)
                 if generation is not None and self.state.copy_every is not None:
                     self.agent.spawn(self.set_replica_peers())
+
+    def _answer_clock(self, node: int, report: protocol.ClockAsked) -> None:
+        channel = self.state.members[node].channel
+        if channel is not None:
+            answer = protocol.ClockAnswered(term=self.term, node=self.agent.node, asked=report.at, now=time.monotonic())
+            channel.post(codec.encode(answer))
 
     def _on_join(self, join: protocol.Join, channel: Channel | None) -> None:
         state, node = self.state, join.node

@@ -221,6 +221,17 @@ class ControllerAlive(Order):
     """Records that have arrived on this connection."""
 
 
+class ClockAnswered(Order):
+    """Answer to `ClockAsked`."""
+
+    node: int
+    """Of the controller."""
+    asked: float
+    """As it was asked."""
+    now: float
+    """Seconds of the controller's monotonic clock."""
+
+
 class CheckHost(Order):
     """Before the first generation: report what the host is (`HostChecked`), and what each of its devices computes (`Computed`)."""
 
@@ -547,6 +558,13 @@ class Beats(Report):
     """Heartbeats of this node's ranks, by rank; an empty one is the heartbeat of the node itself."""
 
     beats: dict[str, Beat]
+
+
+class ClockAsked(Report):
+    """A node asks what time it is on the controller's monotonic clock."""
+
+    at: float
+    """Seconds of its own."""
 
 
 class Record(Report):

@@ -393,6 +393,18 @@ class ControllerChanged(Event):
     node: int
 
 
+class ClockAligned(Event):
+    """A node's monotonic clock was compared with the controller's (`watch.timeline`)."""
+
+    node: int
+    reference: int
+    """Node of the controller."""
+    offset: float
+    """Seconds to add to the node's clock to get that of the reference."""
+    error: float
+    """Seconds by which the offset can be wrong."""
+
+
 class Straggling(Event):
     """A rank is persistently slower than the others, which wait for it."""
 

@@ -12,7 +12,9 @@ from typing import Any, Literal, get_args
 
 from phalanx.spec.errors import RunError, did_you_mean, either, shorten
 
-Kind = Literal["kill", "hang", "slow", "corrupt", "nan", "raise", "freeze", "fill-disk", "drop-link", "miscompute", "random"]
+Kind = Literal[
+    "kill", "hang", "slow", "delay", "corrupt", "nan", "raise", "freeze", "fill-disk", "drop-link", "miscompute", "random"
+]
 Point = Literal["data", "compute", "collective", "update", "save", "evaluate"]
 POINTS: tuple[str, ...] = get_args(Point)
 TARGETS = ("weights", "gradients", "optimizer")
@@ -151,6 +153,7 @@ _KINDS = {
     "kill": _Kind("kill rank=3 step=10", ("rank", "node", "step", "during", "for"), (("rank", "node"), _STEP)),
     "hang": _Kind("hang rank=1 step=25 for=20s", ("rank", "step", "in", "for"), (_RANK, _STEP)),
     "slow": _Kind("slow rank=2 x3 from=30", ("rank", _X, "from", "to"), (_RANK, (_X,))),
+    "delay": _Kind("delay rank=2 in=data for=40ms from=30", ("rank", "in", "for", "from", "to"), (_RANK, ("for",))),
     "corrupt": _Kind("corrupt rank=1 step=40", ("rank", "step", "what"), (_RANK, _STEP)),
     "nan": _Kind("nan rank=0 step=45", ("rank", "step", "layer"), (_RANK, _STEP)),
     "raise": _Kind("raise rank=1 step=20", ("rank", "step", "in"), (_RANK, _STEP)),

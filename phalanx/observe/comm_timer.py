@@ -23,6 +23,7 @@ from torch.compiler import is_compiling
 
 from phalanx import accelerator
 from phalanx.accelerator import Accelerator
+from phalanx.observe.timeline import Timeline
 
 PARTS = ("compute", "tensor", "context", "expert", "data", "bubble", "optimizer", "loading", "other")
 """Parts of a step, named as in the plan. Here "compute" includes kernel launches, "bubble" the messages between stages, "optimizer" the
@@ -148,7 +149,7 @@ def complete(work: dist.Work) -> None:
 class CommTimer:
     """Adds up waiting times. Used by one thread at a time: the one that computes, or autograd's while that one is blocked."""
 
-    __slots__ = ("_accelerator", "_free", "clock", "complete", "events", "seconds")
+    __slots__ = ("_accelerator", "_free", "clock", "complete", "events", "seconds", "timeline")
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -157,6 +158,8 @@ class CommTimer:
         """On an asynchronous device: events recorded before and after each wait."""
         self.clock: Clock | None = None
         """Runs in a step whose parts are timed."""
+        self.timeline: Timeline | None = None
+        """Records every collective, with `watch.timeline`."""
         self.complete: Callable[[dist.Work], None] = complete
         """Waits for a collective. A rehearsal, which has no other ranks, replaces it."""
         self._free: list[tuple[Any, Any]] = []
@@ -209,9 +212,16 @@ def timed_collective(collective: Callable[P, T], *args: P.args, **kwargs: P.kwar
     if is_compiling():
         return collective(*args, **kwargs)  # it becomes a part of the graph, in which there are no clocks
     if COMM_TIMER.clock is not None:
-        handle = next((value for value in (*args, *kwargs.values()) if isinstance(value, dist.ProcessGroup)), None)
+        handle = _group_of(args, kwargs)
         with COMM_TIMER.on_clock("step" if handle is None else handle.group_desc):
             return timed_collective(collective, *args, **kwargs)
+    if (timeline := COMM_TIMER.timeline) is not None:
+        begin, COMM_TIMER.timeline = timeline.stamp(), None
+        try:
+            return timed_collective(collective, *args, **kwargs)
+        finally:
+            COMM_TIMER.timeline = timeline
+            timeline.collective(collective, _group_of(args, kwargs), begin)
     if COMM_TIMER.events is not None:
         return COMM_TIMER.on_device(collective, *args, **kwargs)
     started = perf_counter()
@@ -231,6 +241,13 @@ def wait(work: dist.Work, group: NamedGroup | None = None, peer: int | None = No
     if COMM_TIMER.clock is not None:
         with COMM_TIMER.on_clock("step" if group is None else group.use):
             return wait(work, group, peer, operation)
+    if (timeline := COMM_TIMER.timeline) is not None:
+        begin, COMM_TIMER.timeline = timeline.stamp(), None
+        try:
+            return wait(work, group, peer, operation)
+        finally:
+            COMM_TIMER.timeline = timeline
+            timeline.waited(work, begin)
     if COMM_TIMER.events is not None:
         COMM_TIMER.on_device(work.wait)
         return
@@ -240,6 +257,22 @@ def wait(work: dist.Work, group: NamedGroup | None = None, peer: int | None = No
     else:
         work.wait()  # with a timeout, gloo would close the connection at its end
     COMM_TIMER.seconds += perf_counter() - started
+
+
+def _group_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dist.ProcessGroup | None:
+    return next((value for value in (*args, *kwargs.values()) if isinstance(value, dist.ProcessGroup)), None)
+
+
+def began(work: dist.Work | None, group: dist.ProcessGroup | None, operation: str, label: str = "") -> None:
+    """A collective has begun in the background, `wait` follows. `work`: None where the group is one rank; `label`: what it moves."""
+    if COMM_TIMER.timeline is not None and work is not None:
+        COMM_TIMER.timeline.began(work, group, operation, label)
+
+
+def message_began(work: dist.Work, sender: int, receiver: int, label: str, *, receives: bool) -> None:
+    """A message between two ranks of the job has begun, `wait` follows."""
+    if COMM_TIMER.timeline is not None:
+        COMM_TIMER.timeline.message(work, sender, receiver, label, receives=receives)
 
 
 def span(part: str) -> AbstractContextManager[None]:

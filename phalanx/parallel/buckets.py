@@ -120,6 +120,8 @@ class FlatBucket:
         ]
         self.expert = params[0].shard.expert
         self.trained = self.once = self.touched = True
+        self.label = ""
+        """Names it in a timeline."""
         self.missing = 0
         self._partial_sums: list[Tensor] = []
 
@@ -243,6 +245,8 @@ class ShardBucket:
         `fp32_sums`: micro-batches add up in fp32, whatever dtype their gradients have."""
         self.group, self.replicas, self.part, self.shared = group, replicas, params[0].part, params[0].shared
         self.trained, self.expert = params[0].parameter.requires_grad, params[0].shard.expert
+        self.label = ""
+        """Names it in a timeline."""
         self.once = keep_gradients or group.size == 1
         """Whether it is sent once per step."""
         self.slots: list[_Slot] = []

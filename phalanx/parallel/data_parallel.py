@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from phalanx import accelerator
-from phalanx.observe.comm_timer import wait
+from phalanx.observe.comm_timer import began, wait
 from phalanx.parallel.buckets import Bucket, FlatBucket, ModelParam, ShardBucket, flat_bundles, model_params, shard_bundles
 from phalanx.parallel.group import Group
 from phalanx.parallel.mesh import Mesh
@@ -109,6 +109,8 @@ class DataParallel(Engine):
                 ShardBucket(bundle, *groups[bundle[0].shard.expert], keep_gradients=keep, fp32_sums=in_fp32)
                 for bundle in bundles
             ]
+        for number, bucket in enumerate(self.buckets):
+            bucket.label = f"bucket {number}"
         # By `ParamShard.expert`: groups to sum over, one after the other.
         self._sums: dict[bool, list[tuple[Group, _InFlight]]] = {}
         for expert, (_, replicas) in groups.items():
@@ -180,7 +182,7 @@ class DataParallel(Engine):
             part = bucket.own_values()
             whole = part.new_empty(bucket.group.size * bucket.width)
             work = bucket.group.start_all_gather(whole, part)
-            gathers.add(work, bucket.group, part, "all_gather", partial(bucket.write_values, whole))
+            gathers.add(work, bucket.group, part, "all_gather", partial(bucket.write_values, whole), bucket.label)
         gathers.drain()
 
     def bytes(self) -> dict[str, int]:
@@ -247,7 +249,8 @@ class DataParallel(Engine):
         part = whole.new_empty(bucket.width)
         # Sums over replicas have a fixed place among the other messages: the ranks' orders never differ.
         then = partial(self._sum, bucket, part) if bucket.once else partial(bucket.accumulate, part)
-        self._scatters.add(bucket.group.start_reduce_scatter(part, whole), bucket.group, whole, "reduce_scatter", then)
+        work = bucket.group.start_reduce_scatter(part, whole)
+        self._scatters.add(work, bucket.group, whole, "reduce_scatter", then, bucket.label)
 
     def _sum(self, bucket: Bucket, tensor: Tensor, stage: int = 0) -> None:
         """Sum over the bucket's replicas in place, in the background, and deliver the result to the bucket."""
@@ -257,7 +260,7 @@ class DataParallel(Engine):
             return
         group, in_flight = stages[stage]
         then = partial(self._sum, bucket, tensor, stage + 1)
-        in_flight.add(group.start_all_reduce(tensor), group, tensor, "all_reduce", then)
+        in_flight.add(group.start_all_reduce(tensor), group, tensor, "all_reduce", then, bucket.label)
         if stage == 0:
             for _, earlier in stages[:-1]:  # what has passed a group enters the next while the backward goes on
                 earlier.poll()
@@ -277,9 +280,12 @@ class _InFlight:
         self._limit = limit
         self._pending: deque[tuple[dist.Work | None, Group, Tensor, str, Callable[[], None]]] = deque()
 
-    def add(self, work: dist.Work | None, group: Group, source: Tensor, operation: str, then: Callable[[], None]) -> None:
-        """`work`: None where the group is one rank. `source`: what is sent, which must live until then. `then` is called at some later
-        `add`, `poll` or `drain`."""
+    def add(
+        self, work: dist.Work | None, group: Group, source: Tensor, operation: str, then: Callable[[], None], label: str
+    ) -> None:
+        """`work`: begun just now; None where the group is one rank. `source`: what is sent, which must live until then. `then` is called at
+        some later `add`, `poll` or `drain`. `label`: names the tensor in a timeline."""
+        began(work, group.handle, operation, label)
         self._pending.append((work, group, source, operation, then))
         while self._limit is not None and len(self._pending) > self._limit:
             self._complete_first()

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from phalanx import accelerator
-from phalanx.observe.comm_timer import timed_collective
+from phalanx.observe.comm_timer import began, timed_collective
 from phalanx.parallel.group import Group
 from phalanx.parallel.store import ControlStore
 from phalanx.spec.layout import Layout
@@ -181,9 +181,15 @@ class Mesh:
             timed_collective(dist.all_reduce, values)
         return values
 
-    def start_all_reduce(self, values: Tensor, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> dist.Work | None:
-        """Begin a reduction over all ranks, in place; wait for it with `comm_timer.wait`."""
-        return dist.all_reduce(values, op=operation, async_op=True) if self.ranks > 1 else None
+    def start_all_reduce(
+        self, values: Tensor, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM, label: str = ""
+    ) -> dist.Work | None:
+        """Begin a reduction over all ranks, in place; wait for it with `comm_timer.wait`. `label` names the values in a timeline."""
+        if self.ranks == 1:
+            return None
+        work = dist.all_reduce(values, op=operation, async_op=True)
+        began(work, None, "all_reduce", label)
+        return work
 
     def broadcast_object(self, value: Any) -> Any:
         """Rank 0's value, on every rank."""

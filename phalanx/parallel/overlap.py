@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch._C import _len_torch_dispatch_stack
 
 from phalanx import accelerator
-from phalanx.observe.comm_timer import NamedGroup, timed_collective, wait
+from phalanx.observe.comm_timer import NamedGroup, began, timed_collective, wait
 
 
 def run_side_by_side(device: torch.device, forward: Callable[[], Any], backward: Callable[[], Any]) -> tuple[Any, Any]:
@@ -63,6 +63,7 @@ def exchange(collective: Callable[..., Any], *args: Any, group: NamedGroup, hand
         timed_collective(collective, *args, group=handle)
         return
     work = collective(*args, group=handle, async_op=True)
+    began(work, handle, getattr(collective, "__name__", "exchange"))
     turns.pass_on()
     wait(work, group)
 

@@ -313,7 +313,9 @@ class _StepObserver(StepObserver):
         """`waiting`: micro-batches on the device, which a pipeline drops at the end of its backwards."""
         self._tracker, self._waiting = tracker, waiting
 
-    def run(self, part: StepPart, function: Callable[..., T], *args: Any) -> T:
+    def run(self, part: StepPart, function: Callable[..., T], *args: Any, micro_batch: int | None = None) -> T:
+        if part in ("forward", "backward"):
+            return function(*args)  # the modules tell the tracker themselves
         if part in ("loss", "optimizer"):
             before = self._tracker.enter(part)
             try:

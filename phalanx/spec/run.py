@@ -430,6 +430,10 @@ class Watch:
     """Project in Weights & Biases."""
     page: bool = False
     """Serve a live page of the run while it goes on, at a port of this machine; `phalanx watch` shows it at any time."""
+    timeline: bool = False
+    """Record what each rank does and when, for `phalanx trace`: phases of a step, forward and backward, every collective."""
+    timeline_steps: int = field(default=1000, metadata=within(1))
+    """Steps of the timeline that are kept for each rank; older ones are removed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

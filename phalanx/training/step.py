@@ -38,14 +38,14 @@ StopRequest = Callable[[], int]
 
 
 T = TypeVar("T")
-StepPart = Literal["loss", "after_backward", "reduce", "optimizer"]
+StepPart = Literal["forward", "loss", "backward", "after_backward", "reduce", "optimizer"]
 
 
 class StepObserver:
-    """Sees the parts of a step. This one does nothing; a rehearsal installs its own as `Stepper.observer`."""
+    """Sees the parts of a step. This one does nothing; a rehearsal and a timeline install their own as `Stepper.observer`."""
 
-    def run(self, part: StepPart, function: Callable[..., T], *args: Any) -> T:
-        """Runs one part and returns its result."""
+    def run(self, part: StepPart, function: Callable[..., T], *args: Any, micro_batch: int | None = None) -> T:
+        """Runs one part and returns its result. `micro_batch`: its number, in forward and backward of a model without a pipeline."""
         return function(*args)
 
 
@@ -93,7 +93,7 @@ class Stepper:
 
     def __init__(self, run: Run, plan: Plan, model: ShardedModel, experts: Mapping[str, int], pipeline: Pipeline | None = None):
         """`experts`: number of experts of each router of the whole model, by the router's name."""
-        self.sharded, self._mesh, self._pipeline = model, model.mesh, pipeline
+        self.sharded, self._mesh, self.pipeline = model, model.mesh, pipeline
         self._compute, self._clip = plan.compute, run.train.clip
         self._mtp_weight, self._dim = run.model.mtp_loss_weight, run.model.dim
         # Losses are divided by the number of tokens that fit in the batch, a constant. The update corrects for masked tokens when
@@ -175,12 +175,12 @@ class Stepper:
         """Gradients of the global batch, summed over micro-batches and ranks and divided by its capacity in tokens."""
         with span("compute"):
             self._totals = totals = StepTotals(self.sharded, self._loads)
-            self.sharded.engine.begin(len(batches), pipelined=self._pipeline is not None)
+            self.sharded.engine.begin(len(batches), pipelined=self.pipeline is not None)
             self._loads.reset()
             for router in self._routers.values():
                 router.loss_scale = self.scale.value / self._capacity  # the balancing loss is divided as the loss is
-            if self._pipeline is not None:
-                self._run_pipeline(batches, stop_request, totals, self._pipeline)
+            if self.pipeline is not None:
+                self._run_pipeline(batches, stop_request, totals, self.pipeline)
             else:
                 self._run_micro_batches(batches, stop_request, totals)
             self.hooks.before_reduce(self.number, time.perf_counter() - self._began - (COMM_TIMER.seconds - self._waited))
@@ -195,11 +195,12 @@ class Stepper:
                 totals.stop(request)
                 if not self.sharded.lockstep:
                     break  # the other ranks need nothing of this one until the gradients are summed
-            batch, loss, whole = self._micro_batch_losses(batch)
+            batch, loss, whole = self.observer.run("forward", self._micro_batch_losses, batch, micro_batch=index)
             totals.add(loss.detach(), batch)
             if index == len(batches) - 1:
                 totals.start()  # the ranks' sums overlap with the last backward
-            (whole * (self.scale.value / self._capacity)).backward()
+            scaled = whole * (self.scale.value / self._capacity)
+            self.observer.run("backward", scaled.backward, micro_batch=index)
             self._after_backward()
 
     def _run_pipeline(
@@ -368,7 +369,7 @@ class Stepper:
         if following is not None:
             batch, seed = following
             torch.manual_seed(seed)
-            graphs.launch_ahead(batch, self._mesh.device)
+            self.observer.run("forward", graphs.launch_ahead, batch, self._mesh.device, micro_batch=0)
 
     def _results(self, totals: StepTotals, loss: Tensor, norm: Tensor, verdict: Tensor) -> Callable[[], list[float]]:
         """Starts to copy the results of the step to the host; returns what waits for them."""
@@ -427,10 +428,10 @@ class Stepper:
         def take_next(output: Any) -> None:
             take(output[0] if type(output) is tuple else output)  # without predictions of tokens further ahead
 
-        if self._pipeline is None:
+        if self.pipeline is None:
             take_next(self._forward(0, None, batch))
             return
-        self._pipeline.evaluate(
+        self.pipeline.evaluate(
             lambda part, given, _: self._forward(part, given, batch), take_next, partial(self._stage_shape, [batch])
         )
 

@@ -122,7 +122,8 @@ class StepTotals:
             self._flags[1] = accelerator.of(self._mesh.device).max_memory_allocated()
             if self._model.step_group.size < self._mesh.ranks:
                 self._group_weight = self._model.step_group.all_reduce(self.weight.clone())
-            self._works = [self._mesh.start_all_reduce(self._sums), self._mesh.start_all_reduce(self._flags, dist.ReduceOp.MAX)]
+            sums = self._mesh.start_all_reduce(self._sums, label="loss and counts")
+            self._works = [sums, self._mesh.start_all_reduce(self._flags, dist.ReduceOp.MAX, label="flags")]
 
     def wait(self) -> None:
         for work in self._works or []:

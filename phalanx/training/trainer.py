@@ -45,6 +45,7 @@ from phalanx.training.hooks import Hooks, StepRefused
 from phalanx.training.hooks.measurements import HeartbeatHook, StepAccounting, StepTiming
 from phalanx.training.hooks.nonfinite import NonFiniteRetry
 from phalanx.training.hooks.replica_check import ReplicaCheck
+from phalanx.training.hooks.timeline_hook import TimelineHook
 from phalanx.training.micro_batch import BatchFeed, MicroBatch, step_seed
 from phalanx.training.run_progress import Progress, step_record, too_many_rollbacks, too_many_skipped
 from phalanx.training.sample_text import Sampler
@@ -108,6 +109,9 @@ class Trainer:
         self.feed = BatchFeed(run, plan, mesh, self.data)
         self.sampler = Sampler(run, plan, self.data.tokenizer)
         self.hooks = Hooks(HeartbeatHook(self.heartbeat))
+        self._timeline = TimelineHook(checkpoints.parent, mesh, run.watch.timeline_steps) if run.watch.timeline else None
+        if self._timeline is not None:
+            self.hooks.add(self._timeline)
         self.last_record: Step | StepSkipped | None = None
         """The record of the last step, on every rank."""
         self.on_event: Callable[[Event], None] | None = None
@@ -143,6 +147,8 @@ class Trainer:
         self.sharded, self.optimizer, self.model = state.sharded, state.optimizer, state.sharded.parts[0]
         self.stepper = make_stepper(self.run, self.plan, state, state.pipeline(self.run))
         self.stepper.hooks = self.hooks
+        if self._timeline is not None:
+            self._timeline.attach(self.stepper)
         check = ReplicaCheck(self.run.resilience.check_every, state.sharded, lambda: state.frozen() | state.tensors())
         self.checkpointer.equal_step = lambda: check.last_agreed
         self.hooks.add(
@@ -404,6 +410,8 @@ class Trainer:
         """Ends threads and closes files. Offloaded optimizer states in files are lost."""
         self.feed.close()
         self.checkpointer.close()
+        if self._timeline is not None:
+            self._timeline.close()
         if self.is_built:
             self.optimizer.close()
 

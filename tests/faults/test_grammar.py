@@ -50,6 +50,7 @@ def test_every_fault_kind_is_parsed() -> None:
         ("kill rank=0 step=3 during=save", Fault(kind="kill", rank=0, step=3, point="save")),
         ("kill node=1 step=50 for=1.5s", Fault(kind="kill", node=1, step=50, seconds=1.5)),
         ("slow from=30 to=60 x1.5 rank=2", Fault(kind="slow", rank=2, factor=1.5, step=30, to=60)),
+        ("delay rank=2 in=data for=40ms from=3", Fault(kind="delay", rank=2, point="data", seconds=0.04, step=3)),
         ("corrupt rank=1 step=4 what=optimizer", Fault(kind="corrupt", rank=1, step=4, what="optimizer")),
         ("nan rank=0 step=4 layer=blocks.3.mlp", Fault(kind="nan", rank=0, step=4, layer="blocks.3.mlp")),
         ("raise rank=2 step=4 in=data", Fault(kind="raise", rank=2, step=4, point="data")),
@@ -185,7 +186,12 @@ def test_the_page_shows_every_kind_and_its_examples_are_read() -> None:
     table = page.partition("| `data` |")[0]  # the points of a step have a table of their own
     rows = re.findall(r"^\| `([^`]+)` \|", table, re.M)
     faults = [fault for row in rows for fault in parse(row)]
-    assert {fault.kind for fault in faults} == {fault.kind for fault in parse(ISSUED)} | {"raise", "freeze", "miscompute"}
+    assert {fault.kind for fault in faults} == {fault.kind for fault in parse(ISSUED)} | {
+        "raise",
+        "freeze",
+        "miscompute",
+        "delay",
+    }
     assert set(
         re.search(r"`kinds=` takes names separated by commas: ([^.;]+)", page, re.S)[1]
         .replace("`", "")

@@ -21,7 +21,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from phalanx.observe.comm_timer import wait
+from phalanx.observe.comm_timer import began, wait
 from phalanx.parallel.context.kernels import wide
 from phalanx.parallel.context.online_softmax import KVTransport, MaskPlan, Part, VisitBack, attend
 from phalanx.parallel.group import Group
@@ -150,6 +150,7 @@ class _Hop:
         send = dist.P2POp(dist.isend, self._sent, after, group.handle, tag)
         receive = dist.P2POp(dist.irecv, self._received, before, group.handle, tag)
         self._works = dist.batch_isend_irecv([send, receive])
+        began(self._works[-1], group.handle, "ring", "gradients" if tag == _GRADIENTS else "keys and values")
 
     def wait(self) -> Tensor:
         # A backend may return one work for both; then it is the one of the receive.

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from phalanx import accelerator
-from phalanx.observe.comm_timer import timed_collective, wait
+from phalanx.observe.comm_timer import message_began, timed_collective, wait
 from phalanx.parallel import overlap
 from phalanx.parallel.group import Group
 from phalanx.parallel.mesh import Mesh
@@ -206,7 +206,7 @@ class Pipeline:
         if result.shape != torch.Size(shape) or result.dtype != dtype:
             actual, expected = f"{list(result.shape)} of {result.dtype}", f"{list(shape)} of {dtype}"
             raise RunFailed(f"pipeline stage {action.stage} returned {actual}, but the next rank expects {expected}")
-        self._p2p.send(result, action.receiver)
+        self._p2p.send(action.produces, result, action.receiver)
 
     def _execute(self, action: RankAction, received: Tensor | None, forward: Forward, loss: LossOf) -> Tensor | None:
         if action.kind == "F":
@@ -294,6 +294,7 @@ class P2P:
         buffer = group.incoming(shape, dtype, self._device)
         work = dist.irecv(buffer, group_src=sender, group=group.handle)
         assert work is not None
+        message_began(work, group.ranks[sender], group.ranks[self._rank], _name(message), receives=True)
         self._receiving[message] = work, buffer, sender
 
     def receive(self, message: Action) -> Tensor:
@@ -309,7 +310,7 @@ class P2P:
         """Store a message for another stage of this rank."""
         self._local[message] = tensor
 
-    def send(self, tensor: Tensor, receiver: int) -> None:
+    def send(self, message: Action, tensor: Tensor, receiver: int) -> None:
         """Begin to send. The tensor must not change until it is sent."""
         while self._sending and self._sending[0][0].is_completed():
             self._sending.popleft()
@@ -317,6 +318,7 @@ class P2P:
         tensor = group.outgoing(tensor)
         work = dist.isend(tensor, group_dst=receiver, group=group.handle)
         assert work is not None
+        message_began(work, group.ranks[self._rank], group.ranks[receiver], _name(message), receives=False)
         self._sending.append((work, tensor, receiver))
 
     def finish(self) -> None:
@@ -329,6 +331,11 @@ class P2P:
 
     def _group(self, sender: int, receiver: int) -> Group:
         return self._groups[sender > receiver]
+
+
+def _name(action: Action | RankAction) -> str:
+    """As schedules print it: "0F1" is the forward of micro-batch 1 in stage 0."""
+    return f"{action.stage}{action.kind}{action.micro_batch}"
 
 
 def tied_group(mesh: Mesh, schedule: Schedule) -> Group | None:

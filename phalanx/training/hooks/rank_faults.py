@@ -102,6 +102,11 @@ class RankFaults(StepHook):
         if self._handles and point != "collective":  # recomputation runs forwards until then
             self._remove_handles()
         for number, fault in self._faults.get(point, ()):
+            if fault.kind == "delay":
+                if fault.step <= step <= (fault.to or step):
+                    self._claim(number, fault, step)  # it lasts, as `slow` does
+                    time.sleep(fault.seconds or 0.0)
+                continue
             is_late = point in _IRREGULAR_POINTS and step > fault.step
             if (step == fault.step or is_late) and self._claim(number, fault, step):
                 _inject(fault)
