@@ -11,8 +11,9 @@ import { isDark, onTheme, setTheme } from "./theme";
 import { CompareView, RunsView } from "./views/compare";
 import { FailuresView } from "./views/failures";
 import { ExpertsView } from "./views/experts";
-import { CheckpointsView, DataView, PipelineView, SamplesView } from "./views/others";
+import { CheckpointsView, DataView, SamplesView } from "./views/others";
 import { OverviewView } from "./views/overview";
+import { PipelineView } from "./views/pipeline";
 import { PromiseView } from "./views/promise";
 import { RanksView } from "./views/ranks";
 
@@ -84,7 +85,7 @@ function Top({ runs, route, folder, onHelp }: { runs: RunLine[]; route: Route; f
 function RunPage({ route, run }: { route: Route; run: string }) {
   const name = VIEWS[route.view] ? route.view : "overview", [, View] = VIEWS[name]!, [width, setWidth] = useState(chartWidth());
   useEffect(() => { const resized = () => setWidth(chartWidth()); addEventListener("resize", resized); return () => removeEventListener("resize", resized); }, []);
-  const zoom = { from: route.query.get("from"), to: route.query.get("to") }, url = viewUrl(run, name, { width, ...zoom });
+  const zoom = { from: route.query.get("from"), to: route.query.get("to") }, chosen = name === "pipeline" ? { step: route.query.get("step"), copy: route.query.get("copy") } : {}, url = viewUrl(run, name, { width, ...zoom, ...chosen });
   const { data, error, asked } = useApi<{ header: Header }>(url, answer => answer.header.state === "running" || answer.header.progress < 1);
   const view = new URLSearchParams(asked.split("?")[1] ?? "").get("view");
   useEffect(() => { document.title = data ? `${data.header.name} ${data.header.step}/${data.header.steps}` : "phalanx watch"; }, [data]);

@@ -49,7 +49,6 @@ _CACHE_BYTES = 32 << 20
 _VIEWS: dict[str, View] = {
     "overview": run_views.overview, "promise": plan_views.promise, "ranks": plan_views.ranks, "failures": run_views.failures,
     "checkpoints": run_views.checkpoints, "data": run_views.data, "samples": run_views.samples, "experts": run_views.experts,
-    "pipeline": plan_views.pipeline,
 }  # fmt: skip
 _TYPES = {
     "txt": "text/plain; charset=utf-8",
@@ -205,15 +204,20 @@ class PageServer:
     async def _view(self, request: Request) -> Response:
         name, window = request.value("view"), _window(request)
         run = await self._run(request.value("run"))
+        more = ""
         if name == "rank":
             view = partial(plan_views.rank_story, run, _whole(request.value("rank"), MAX_RANKS))
         elif name == "expert_layer":
             view = partial(run_views.expert_layer, run, _whole(request.value("layer"), MAX_LAYERS), window)
+        elif name == "pipeline":
+            step, copy = (_whole(request.value(key) or missing, 10**9) for key, missing in (("step", "0"), ("copy", "0")))
+            view = partial(plan_views.executed_pipeline, run, window, step or None, copy)
+            more = await asyncio.get_running_loop().run_in_executor(self._pool, run.timeline.version)
         elif name in _VIEWS:
             view = partial(_VIEWS[name], run, window)
         else:
             raise BadRequest(HTTPStatus.NOT_FOUND, "There is no such view.")
-        return await self._shared(request, run.version, partial(self._compute, run, view))
+        return await self._shared(request, run.version + more, partial(self._compute, run, view, more))
 
     async def _compare(self, request: Request) -> Response:
         names = list(dict.fromkeys(request.query.get("run", [])))[:MAX_RUNS]
@@ -223,9 +227,10 @@ class PageServer:
         window = _window(request)
         return await self._shared(request, version, lambda: _json(compare(runs, figure, axis, window), self._etag(version)))
 
-    def _compute(self, run: FollowedRun, view: partial[JsonObject]) -> Response:
+    def _compute(self, run: FollowedRun, view: partial[JsonObject], more: str) -> Response:
+        """`more`: the version of what the view shows besides the events."""
         with run.lock:
-            version = run.version
+            version = run.version + more
             answer = view() | {"header": run_views.header(run)}
         return _json(answer, self._etag(version))
 

@@ -13,8 +13,10 @@ from operator import itemgetter
 
 import numpy as np
 
+from phalanx.events.records import ClockAligned
 from phalanx.spec.json_value import Json, JsonObject
 from phalanx.watch.columns import Columns
+from phalanx.watch.executed_step import clock_of
 from phalanx.watch.expert_digest import ExpertDigest
 from phalanx.watch.rank_digest import RankDigest
 from phalanx.watch.record_values import Record, count, entries, known, number, numbers_of, parse, table, text, whole
@@ -71,6 +73,8 @@ class Digest:
         self.samples: deque[JsonObject] = deque(maxlen=_MAX_SAMPLES)
         self.data: JsonObject = {}
         self.hosts: JsonObject = {}
+        self.clocks: dict[int, ClockAligned] = {}
+        """The newest comparison of each node's clock, of this launch."""
         self.ended: JsonObject | None = None
         """How the last launch has ended; None if it has not said so."""
         self.steps_lost = 0
@@ -194,6 +198,7 @@ class Digest:
 
     def begin_launch(self) -> None:
         self._fresh, self.ended = True, None
+        self.clocks.clear()
         self.begin_generation()
 
     def begin_generation(self) -> None:
@@ -373,6 +378,11 @@ def _changed(digest: Digest, record: Record) -> None:
         digest.note(record, f"settings changed: {key[:80]}: {str(old)[:80]} → {str(new)[:80]}")
 
 
+def _clock_aligned(digest: Digest, record: Record) -> None:
+    if (clock := clock_of(record)) is not None and len(digest.clocks) < MAX_ROWS:
+        digest.clocks[clock.node] = clock
+
+
 def _controller(digest: Digest, record: Record) -> None:
     digest.note(record, f"node {count(record, 'node')} is now the controller")
 
@@ -405,7 +415,7 @@ _HANDLERS: dict[str, Callable[[Digest, Record], None]] = {
     "step": _step, "step_skipped": _step_skipped, "run_started": _run_started, "restored": _restored, "evaluated": _evaluated,
     "sampled": _sampled, "expert_loads": _expert_loads, "copied": _copied, "failure_noticed": _failure_noticed, "recovered": _recovered, "data_opened": _data_opened,
     "hosts_checked": _hosts_checked, "rewound": _rewound, "fault_injected": _fault, "settings_changed": _changed,
-    "controller_changed": _controller, "stranger_refused": _refused,
+    "clock_aligned": _clock_aligned, "controller_changed": _controller, "stranger_refused": _refused,
     **dict.fromkeys(("saved", "save_failed", "exported", "export_failed", "uploaded", "upload_failed", "checkpoint_damaged"), _save),
     **dict.fromkeys(("warned", "straggling", "corrupted", "not_finite", "host_rejected"), _sentence),
     **dict.fromkeys(ENDINGS, _ended),

@@ -21,6 +21,7 @@ from commands import Started, Workshop
 from watch_runs import Record, serving, started, step, write_run
 
 from phalanx.events.records import FailureNoticed, Recovered
+from phalanx.events.timeline_files import Author, RankStep, Span, TimelineWriter
 
 pytestmark = pytest.mark.slow
 playwright = pytest.importorskip("playwright.sync_api", reason="pip install playwright drives the browser")
@@ -213,6 +214,14 @@ def full_run() -> list[Record]:
 def full(tmp_path: Path) -> Iterator[str]:
     """The address of a server with two runs."""
     write_run(tmp_path / "runs" / "full", full_run(), '[train]\nbatch = 8\n[data]\nsource = "text"\n')
+    for rank in range(16):
+        author = Author(rank=rank, ranks=16, node=0, host="a", boot="b", generation=0, launch="one", wall=0.0, monotonic=0.0)
+        writer = TimelineWriter(tmp_path / "runs" / "full", author, keep=100)
+        actions = [Span(0.1 * at, 0.1 * at + 0.09, "work", f"{rank // 8}{'FB'[at % 2]}{at // 2}") for at in range(8)]
+        for number in (298, 299, 300):
+            phases = [Span(0.8, 0.9, "phase", "optimizer")]
+            writer.add(RankStep(step=number, begin=2.0 * number, seconds=0.9, spans=[*actions, *phases], calls=[]))
+        writer.close()
     write_run(tmp_path / "runs" / "other", [started(), *(step(number) for number in range(1, 60))], "[train]\nbatch = 16\n")
     with serving(tmp_path / "runs") as client:
         yield f"http://127.0.0.1:{client.port}/"
@@ -361,6 +370,20 @@ def test_a_layer_of_experts_is_chosen_by_mouse_and_by_keyboard(full: str, open_p
     page.mouse.move(box["x"] + box["width"] - 10, box["y"] + 4.5 * 18)
     page.wait_for_selector(".readout:has-text('<img src=x')")
     assert page.locator("img").count() == 0 and page.title() != "owned"
+
+
+def test_a_step_of_the_pipeline_is_chosen(full: str, open_page: Callable[..., Any]) -> None:
+    page = open_page(f"{full}#/run/full/pipeline")
+    page.wait_for_selector("h2:text-is('step 300 as it was executed')")
+    assert page.locator("svg >> nth=1").locator("text=rank 8").count() == 1, "the first pipeline has ranks 0 and 8"
+    page.click("button[aria-label='step before']")
+    page.wait_for_selector("h2:text-is('step 299 as it was executed')")
+    assert "step=299" in page.url
+    page.get_by_label("pipeline", exact=False).last.fill("7")
+    page.keyboard.press("Tab")
+    page.wait_for_selector("svg >> text=rank 15")
+    page.click("button:has-text('newest')")
+    page.wait_for_selector("h2:text-is('step 300 as it was executed')")
 
 
 def test_charts_are_saved_as_pictures_and_numbers(full: str, open_page: Callable[..., Any], tmp_path: Path) -> None:
