@@ -324,9 +324,9 @@ def report(server: Server, events: Path, browser: Browser | None) -> None:
     print(f"figures equal to those of the events: {', '.join(expected)}")
     if browser is not None:
         print(f"in a browser: first picture of a server that has read all {browser.first_picture(server):.2f} s")
-        for name, times in zip(("the new range", "the data of the server"), zip(*browser.zooms(), strict=True), strict=True):
-            middle, slowest = sorted(times)[len(times) // 2], max(times)
-            print(f"in a browser: zoom to {name} {1e3 * middle:.0f} ms, the slowest of {len(times)} {1e3 * slowest:.0f} ms")
+        for what, zooms in zip(("the new range", "the data of the server"), zip(*browser.zooms(), strict=True), strict=True):
+            middle, slowest = sorted(zooms)[len(zooms) // 2], max(zooms)
+            print(f"in a browser: zoom to {what} {1e3 * middle:.0f} ms, the slowest of {len(zooms)} {1e3 * slowest:.0f} ms")
 
 
 if __name__ == "__main__":

@@ -102,24 +102,34 @@ def executed(reader: TimelineReader, ranks: Sequence[int], step: int | None, clo
     shifts, error = clock_shifts(authors, list(clocks.values()))
     begins = [times.begin + shifts[author] for times, author in zip(parsed, authors, strict=True)]
     origin = min((begin for begin in begins if math.isfinite(begin)), default=0.0)
-    drawn: list[Json] = []
-    for times, begin in zip(parsed, begins, strict=True):
-        shift = begin - origin if math.isfinite(begin) else 0.0
-        actions: list[Json] = [[*each[:3], each[3] + shift, each[4] + shift] for each in times.actions]
-        others: list[Json] = [[name, start + shift, stop + shift] for name, start, stop in times.others]
-        drawn.append({"actions": actions, "others": others, "seconds": known(times.seconds), "shift": shift})
+    shifted = [
+        times.shifted(begin - origin if math.isfinite(begin) else 0.0) for times, begin in zip(parsed, begins, strict=True)
+    ]
     return {
-        "step": chosen, "first": complete[0], "last": complete[-1], "steps": len(complete), "ranks": list(ranks), "rows": drawn, "bubble": _bubble(drawn),
-        "clock_error": error,
+        "step": chosen, "first": complete[0], "last": complete[-1], "steps": len(complete), "ranks": list(ranks), "rows": [times.drawn() for times in shifted],
+        "bubble": _bubble(shifted), "clock_error": error,
     }  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class _Times:
+    """What a rank did in a step, in seconds since its beginning or since that of the first rank."""
+
     begin: float
     seconds: float
     actions: list[tuple[str, int, int, float, float]]
     others: list[tuple[str, float, float]]
+    shift: float = 0.0
+
+    def shifted(self, seconds: float) -> _Times:
+        actions = [(kind, stage, batch, start + seconds, stop + seconds) for kind, stage, batch, start, stop in self.actions]
+        others = [(name, start + seconds, stop + seconds) for name, start, stop in self.others]
+        return _Times(self.begin, self.seconds, actions, others, seconds)
+
+    def drawn(self) -> JsonObject:
+        actions: list[Json] = [list(action) for action in self.actions]
+        others: list[Json] = [list(other) for other in self.others]
+        return {"actions": actions, "others": others, "seconds": known(self.seconds), "shift": self.shift}
 
 
 def _times(record: Record) -> _Times:
@@ -138,14 +148,14 @@ def _times(record: Record) -> _Times:
     return _Times(number(record, "begin"), number(record, "us") / 1e6, actions, others)
 
 
-def _bubble(rows: Sequence[Json]) -> float | None:
+def _bubble(rows: Sequence[_Times]) -> float | None:
     """Fraction of the time between the first action of any rank and the last one of any rank in which a rank computed nothing."""
-    actions = [action for row in rows for action in row["actions"]]  # type: ignore[index,call-overload,union-attr]
-    if not actions:
+    spans = [(start, stop) for row in rows for *_, start, stop in row.actions]
+    if not spans:
         return None
-    begin, end = min(action[3] for action in actions), max(action[4] for action in actions)
-    busy = sum(action[4] - action[3] for action in actions)
-    return known(1 - busy / (len(rows) * (end - begin))) if end > begin else None
+    whole_time = max(stop for _, stop in spans) - min(start for start, _ in spans)
+    busy = sum(stop - start for start, stop in spans)
+    return known(1 - busy / (len(rows) * whole_time)) if whole_time > 0 else None
 
 
 def _author(record: Record) -> Author | None:

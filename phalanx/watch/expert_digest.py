@@ -67,7 +67,8 @@ class ExpertDigest:
         sizes = np.asarray(self.sizes)
         mean = np.add.reduceat(loads, self._starts, axis=1, dtype=np.float64) / sizes
         with np.errstate(invalid="ignore", divide="ignore"):
-            return np.maximum.reduceat(loads, self._starts, axis=1) / mean
+            fullest: Array = np.maximum.reduceat(loads, self._starts, axis=1) / mean
+        return fullest
 
     def _merge(self) -> None:
         """Make one row of every two, which takes the greater load of the fullest expert."""
