@@ -34,7 +34,7 @@ def steps_in_turns(run: px.Run, folder: Path, steps: int) -> dict[bool, list[flo
     recorded = px.trainer(replace(run, watch=replace(run.watch, timeline=True)), checkpoints=folder / "on" / "checkpoints")
     recorded.load_initial_weights()
     timeline = COMM_TIMER.timeline
-    plain = Trainer(run, recorded.plan, recorded.mesh, folder / "off" / "checkpoints")
+    plain = Trainer(replace(recorded.run, watch=run.watch), recorded.plan, recorded.mesh, folder / "off" / "checkpoints")
     plain.build()
     plain.load_initial_weights()
     seconds: dict[bool, list[float]] = {True: [], False: []}

@@ -147,7 +147,7 @@ class TimelineWriter:
 
     def _write_segment(self, step: RankStep | None) -> bool:
         """Writes this step and those after it; returns False if one of them was the last of all."""
-        self._folder.mkdir(exist_ok=True)
+        self._folder.mkdir(parents=True, exist_ok=True)
         known = _segments(self._folder, self._author.rank)
         number = 1 + max((segment for segment, _ in known), default=-1)
         for segment, path in known:

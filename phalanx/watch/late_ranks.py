@@ -47,6 +47,8 @@ class Part:
     """The rank that takes longest for it."""
     longest: float
     """Its seconds."""
+    shortest: float
+    """Seconds of the rank that takes shortest."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,7 +83,7 @@ class Diagnosis:
     waiting_share: float
     """Of a step, that the average rank waits in collectives for the last one."""
     bubble_share: float
-    """Of a step, that the average rank waits for messages of other pipeline stages."""
+    """Of a step, that the average rank waits for other pipeline stages."""
 
     def sentences(self) -> list[str]:
         """The answer in words, the most expensive first."""
@@ -89,11 +91,12 @@ class Diagnosis:
         parts = {part.name: part for part in self.parts}
         if varying := [late for late in self.late if not late.phase]:
             said.append(_varying_sentence(varying))
-        if (loading := parts.get("loading")) is not None and loading.share >= _LOADING_SHARE:
-            who = "The rank spends" if self.ranks == 1 else "All ranks spend"
+        loading = parts["loading"].shortest if "loading" in parts else 0.0
+        if loading > _LOADING_SHARE * self.step_seconds:
+            who = "The rank waits" if self.ranks == 1 else "Every rank waits"
             said.append(
-                f"{who} {short_duration(loading.seconds)} of a step ({percent(loading.share)}) in the data loader: it is slower than the "
-                f"computation."
+                f"{who} {short_duration(loading)} of a step ({percent(loading / self.step_seconds)}) for the data loader, which is slower "
+                f"than the computation."
             )
         if self.bubble_share >= _LEAST_SHARE:
             said.append(f"Ranks wait for other pipeline stages for {percent(self.bubble_share)} of a step.")
@@ -128,10 +131,13 @@ def _varying_sentence(late: Sequence[LateRank]) -> str:
 
 
 def diagnose(timeline: StepTimeline) -> Diagnosis:
-    """Reads steps in which all ranks were recorded."""
+    """Reads steps in which all ranks were recorded, with as many ranks as in the last of them."""
     complete = {
         number: ranks for number, ranks in timeline.steps.items() if len(ranks) == next(iter(ranks.values())).author.ranks
     }
+    if complete:
+        ranks_now = complete[max(complete)].keys()
+        complete = {number: ranks for number, ranks in complete.items() if ranks.keys() == ranks_now}
     if not complete:
         return Diagnosis(
             steps=(), ranks=len(timeline.ranks), step_seconds=0.0, parts=(), late=(), waiting_share=0.0, bubble_share=0.0
@@ -140,20 +146,40 @@ def diagnose(timeline: StepTimeline) -> Diagnosis:
     own = {number: {rank: own_seconds(step) for rank, step in ranks.items()} for number, ranks in complete.items()}
     meetings = [meeting for meeting in timeline.meetings if meeting.step in complete]
     parts = _parts(own, seconds)
-    blocked = {True: 0.0, False: 0.0}
+    partners = _partners(meetings)
+    blocked: dict[bool, dict[int, float]] = {True: defaultdict(float), False: defaultdict(float)}
     for meeting in meetings:
-        blocked[meeting.is_message] += sum(meeting.blocked(rank) for rank in meeting.calls)
+        blocked[_between_stages(meeting, partners)][meeting.step] += sum(meeting.blocked(rank) for rank in meeting.calls)
     ranks = len(next(iter(complete.values())))
-    total = seconds * len(complete) * ranks
+
+    def share(waits: Mapping[int, float]) -> float:
+        """Of a step and the average rank; the median, as the first steps of a launch wait for each other's start."""
+        return median(waits.get(step, 0.0) for step in complete) / ranks / seconds if seconds else 0.0
+
     return Diagnosis(
         steps=tuple(sorted(complete)),
         ranks=ranks,
         step_seconds=seconds,
         parts=parts,
-        late=_late_ranks(meetings, own, len(complete), seconds),
-        waiting_share=blocked[False] / total if total else 0.0,
-        bubble_share=blocked[True] / total if total else 0.0,
+        late=_late_ranks(meetings, partners, own, seconds),
+        waiting_share=share(blocked[False]),
+        bubble_share=share(blocked[True]),
     )
+
+
+def _partners(meetings: Sequence[Meeting]) -> Mapping[int, set[int]]:
+    """By rank: the ranks of other pipeline stages that it exchanges messages with."""
+    partners: dict[int, set[int]] = defaultdict(set)
+    for meeting in meetings:
+        if meeting.is_message:
+            for rank in meeting.calls:
+                partners[rank] |= meeting.calls.keys() - {rank}
+    return partners
+
+
+def _between_stages(meeting: Meeting, partners: Mapping[int, set[int]]) -> bool:
+    """Whether ranks of several pipeline stages meet. They end their work at different times in any case."""
+    return bool(partners) and any(not partners.get(rank, set()).isdisjoint(meeting.calls) for rank in meeting.calls)
 
 
 def own_seconds(step: StepOfRank) -> dict[str, float]:
@@ -186,7 +212,8 @@ def _parts(own: OwnSeconds, seconds: float) -> tuple[Part, ...]:
         slowest = max(of_rank, key=lambda rank: of_rank[rank])
         usual = median(of_rank.values())
         share = usual / seconds if seconds else 0.0
-        parts.append(Part(name=name, seconds=usual, share=share, slowest=slowest, longest=of_rank[slowest]))
+        shortest = min(of_rank.values())
+        parts.append(Part(name=name, seconds=usual, share=share, slowest=slowest, longest=of_rank[slowest], shortest=shortest))
     return tuple(sorted(parts, key=lambda part: -part.seconds))
 
 
@@ -196,14 +223,15 @@ def _usual(own: OwnSeconds, phase: str, rank: int) -> float:
     return median(values) or mean(values)
 
 
-def _late_ranks(meetings: Sequence[Meeting], own: OwnSeconds, steps: int, step_seconds: float) -> tuple[LateRank, ...]:
+def _late_ranks(
+    meetings: Sequence[Meeting], partners: Mapping[int, set[int]], own: OwnSeconds, step_seconds: float
+) -> tuple[LateRank, ...]:
     """Those that are worth a sentence, the most expensive first."""
-    least = max(_LEAST_SECONDS, _LEAST_SHARE * step_seconds)
+    steps, least = len(own), max(_LEAST_SECONDS, _LEAST_SHARE * step_seconds)
     waits: dict[int, dict[tuple[str, str], dict[int, float]]] = defaultdict(lambda: defaultdict(lambda: defaultdict(float)))
     members: dict[int, set[int]] = defaultdict(set)
     for meeting, culprit, seconds in _charges(meetings):
-        # Stages of a pipeline wait for each other in any case; a slow one shows where its replicas meet.
-        if not meeting.is_message:
+        if not _between_stages(meeting, partners):  # a rank that is slow for its stage shows where the ranks of the stage meet
             waits[culprit][meeting.name, meeting.group.use][meeting.step] += seconds / (len(meeting.calls) - 1)
             members[culprit] |= meeting.calls.keys() - {culprit}
     found = []

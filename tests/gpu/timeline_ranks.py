@@ -26,12 +26,12 @@ dim = 512
 layers = 4
 heads = 8
 [data]
-source = "memory"
-documents = ["to be or not to be, that is the question", "whether tis nobler", "in the mind to suffer the slings and arrows", "or not"]
+eval_fraction = 0.0
+source = "stdlib"
 [train]
 batch = 8
 micro_batch = 2
-sequence_length = 256
+sequence_length = 128
 steps = 14
 [watch]
 timeline = true
@@ -52,7 +52,7 @@ def main(folder: Path, technique: str, chaos: str = "") -> None:
         accumulation=8 // layout.replicas // 2,
         compute="bf16",
         parameters=run.model.parameters(),
-        flops_per_token=run.model.flops_per_token(256),
+        flops_per_token=run.model.flops_per_token(128),
         peak_flops=None,
     )
     with Trainer(run, plan, mesh, folder / "checkpoints") as trainer:
