@@ -5,7 +5,7 @@
 Reports the size of the events; for a server that has just started and for one that has read them, the seconds until the overview is answered; how
 long all is read; the slowest answer of each view, zoomed and not; the memory of the server. Checks figures of the page against a plain
 computation from the events. With --browser (and the package playwright), also the seconds from the address to the drawn loss curve, and from a
-zoom to the new curve, in that browser.
+zoom to the new range and to the data of the server, in that browser.
 """
 
 from __future__ import annotations
@@ -231,23 +231,45 @@ class Browser:
         self.page.wait_for_selector(".wide .uplot canvas")
         return time.perf_counter() - begin
 
-    def zooms(self) -> list[float]:
-        """Seconds from each of some zooms to the new curve."""
+    def zooms(self) -> list[tuple[float, float]]:
+        """Drags over the loss curve, with a return to the whole range after each. Seconds from the release of the button to the frame with the new
+        range, and to that with the data of the server: the last one that was drawn."""
         self.page.wait_for_timeout(1500)
-        return [self.page.evaluate(_ZOOM, [low, low + 9000]) / 1000 for low in range(1000, 90_000, 9000)]
+        self.page.evaluate(_WATCH_DRAWING)
+        box = self.page.locator(".wide .u-over").first.bounding_box()
+        assert box is not None
+        times = []
+        for part in range(_ZOOMS):
+            x, y = box["x"] + box["width"] * (0.02 + 0.8 * part / _ZOOMS), box["y"] + box["height"] / 2
+            self.page.mouse.move(x, y)
+            self.page.mouse.down()
+            self.page.mouse.move(x + 0.05 * box["width"], y)
+            self.page.mouse.move(x + 0.1 * box["width"], y)
+            self.page.mouse.up()
+            self.page.wait_for_timeout(_SETTLED)
+            first, last = self.page.evaluate("[drawn.first - drawn.begin, drawn.last - drawn.begin]")
+            times.append((first / 1000, last / 1000))
+            self.page.locator("button:text-is('whole range')").first.click()
+            self.page.wait_for_timeout(_SETTLED)
+        return times
 
     def close(self) -> None:
         self._browser.close()
         self._driver.stop()
 
 
-_ZOOM = """async ([low, high]) => {
-    const begin = performance.now();
-    const answered = new Promise(done => new PerformanceObserver((list, observer) => { if (list.getEntries().some(entry => entry.name.includes(`from=${low}`))) { observer.disconnect(); done(); } }).observe({ entryTypes: ["resource"] }));
-    location.hash = `#/run/big/overview?from=${low}&to=${high}`;
-    await answered;
-    await new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)));
-    return performance.now() - begin;
+_ZOOMS = 20
+_SETTLED = 800
+"""Milliseconds after which nothing more is drawn."""
+# A chart is drawn when its canvas is cleared; what was drawn is seen when the task after the next frame runs.
+_WATCH_DRAWING = """() => {
+    window.drawn = { begin: 0, first: 0, last: 0 };
+    addEventListener("mouseup", () => { drawn = { begin: performance.now(), first: 0, last: 0 }; }, true);
+    const canvas = document.querySelector(".wide .uplot canvas"), clear = CanvasRenderingContext2D.prototype.clearRect;
+    CanvasRenderingContext2D.prototype.clearRect = function (...box) {
+        if (this.canvas === canvas || this.canvas.closest(".wide")) requestAnimationFrame(() => setTimeout(() => { drawn.last = performance.now(); drawn.first ||= drawn.last; }));
+        return clear.apply(this, box);
+    };
 }"""
 
 
@@ -302,10 +324,9 @@ def report(server: Server, events: Path, browser: Browser | None) -> None:
     print(f"figures equal to those of the events: {', '.join(expected)}")
     if browser is not None:
         print(f"in a browser: first picture of a server that has read all {browser.first_picture(server):.2f} s")
-        zooms = sorted(browser.zooms())
-        print(
-            f"in a browser: a zoom {1e3 * zooms[len(zooms) // 2]:.0f} ms, the slowest of {len(zooms)} {1e3 * zooms[-1]:.0f} ms"
-        )
+        for what, zooms in zip(("the new range", "the data of the server"), zip(*browser.zooms(), strict=True), strict=True):
+            middle, slowest = sorted(zooms)[len(zooms) // 2], max(zooms)
+            print(f"in a browser: zoom to {what} {1e3 * middle:.0f} ms, the slowest of {len(zooms)} {1e3 * slowest:.0f} ms")
 
 
 if __name__ == "__main__":

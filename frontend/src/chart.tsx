@@ -1,10 +1,11 @@
 // A line chart over steps or time: mean with the range of each bucket, marks, zoom by dragging, a readout, PNG and CSV.
 import type { ComponentChildren } from "preact";
-import { useEffect, useMemo, useRef, useState } from "preact/hooks";
+import { useEffect, useLayoutEffect, useMemo, useRef, useState } from "preact/hooks";
 import uPlot from "uplot";
 import type { N } from "./api";
 import { saveCanvas, saveCsv } from "./files";
 import { type Formatter, moment, rate, size, whole } from "./format";
+import type { Range } from "./route";
 import { onTheme, theme, type Theme } from "./theme";
 
 export interface Line { label: string; color?: string; values: N[]; low?: N[]; high?: N[]; dashed?: boolean; x?: number[]; }
@@ -13,6 +14,8 @@ export interface ChartProps {
   title: string; x: number[]; lines: Line[]; format: Formatter; height?: number; marks?: Mark[]; faint?: { x: N[]; y: N[]; label: string };
   band?: { low: N; high: N; middle?: N; label: string }; isTime?: boolean; xLabel?: string; log?: boolean; onLog?: (log: boolean) => void;
   onZoom?: (low: number | null, high: number | null) => void; zoomed?: boolean; group?: string; onMark?: (id: number) => void; value?: string; hint?: string;
+  /** Of the axis. It is drawn from the data that is there, until the server has answered with finer data. */
+  range?: Range;
 }
 
 // Ticks of bytes are round in binary units.
@@ -35,6 +38,8 @@ function timeLabels(_: uPlot, splits: number[], __: number, ___: number, step: n
   });
 }
 
+// As many digits as the server sends.
+const digits = (value: N | undefined): N => (finite(value) ? (Number.isInteger(value) ? value : Number(value.toPrecision(7))) : null);
 const finite = (value: N | undefined): value is number => typeof value === "number" && Number.isFinite(value);
 
 // Lines of runs have an axis each; uPlot wants one for all.
@@ -46,18 +51,32 @@ function aligned(props: ChartProps): { x: number[]; columns: N[][] } {
   return { x, columns: props.lines.map(line => spread(line.x ?? props.x, line.values)) };
 }
 
-function yRange(props: ChartProps): [number, number] {
-  const values: number[] = [];
-  for (const line of props.lines) for (const column of [line.values, line.low, line.high]) for (const value of column ?? []) if (finite(value)) values.push(value);
-  for (const mark of props.marks ?? []) if (finite(mark.y)) values.push(mark.y);
+function xRange(props: ChartProps, least: number, greatest: number): [number, number] {
+  const low = props.range?.[0] ?? least, high = props.range?.[1] ?? greatest;
+  return low < high ? [low, high] : [least, greatest];
+}
+
+// Of what is in sight, with one point more at each end.
+function yRange(props: ChartProps, left: number, right: number): [number, number] {
   let low = Infinity, high = -Infinity;
-  for (const value of values) if (!props.log || value > 0) { if (value < low) low = value; if (value > high) high = value; }
+  const take = (value: N | undefined) => { if (finite(value) && (!props.log || value > 0)) { if (value < low) low = value; if (value > high) high = value; } };
+  for (const line of props.lines) {
+    const x = line.x ?? props.x;
+    let begin = 0, end = x.length;
+    while (begin + 1 < end && x[begin + 1]! < left) begin++;
+    while (end - 1 > begin && x[end - 2]! > right) end--;
+    for (const column of [line.values, line.low, line.high]) if (column) for (let index = begin; index < end; index++) take(column[index]);
+  }
+  for (const mark of props.marks ?? []) if (mark.x >= left && mark.x <= right) take(mark.y);
   if (props.band) for (const value of [props.band.low, props.band.high]) if (finite(value) && value < 4 * high) { low = Math.min(low, value); high = Math.max(high, value); }
   if (low === Infinity) return [0, 1];
   if (props.log) return [low / 1.1, high * 1.1];
   const room = (high - low) * 0.07 || Math.abs(high) * 0.05 || 1;
   return [low >= 0 && low - room < 0 ? 0 : low - room, high + room];
 }
+
+const LATER = 150;
+let inUse: HTMLElement | null = null;
 
 export function Chart(props: ChartProps) {
   const place = useRef<HTMLDivElement>(null), plot = useRef<uPlot | null>(null), latest = useRef(props), [readout, setReadout] = useState("");
@@ -73,7 +92,7 @@ export function Chart(props: ChartProps) {
     observer.observe(place.current!);
     return () => observer.disconnect();
   }, []);
-  useEffect(() => {
+  useLayoutEffect(() => {
     if (!width) return;
     const made = new uPlot(options(latest, width, text => setReadout(text)), [data.x, ...data.columns] as uPlot.AlignedData, place.current!);
     made.over.setAttribute("aria-hidden", "true");
@@ -90,19 +109,31 @@ export function Chart(props: ChartProps) {
     stale.current = () => { isStale = true; };
     return () => observer.disconnect();
   }, []);
-  useEffect(() => { isSeen.current ? draw.current() : stale.current(); }, [data, props.marks?.length, props.marks?.at(-1)?.x, props.marks?.at(-1)?.y, props.faint?.x, props.band?.low, props.band?.high]);
+  // Of a zoom, the chart in use shows the new range at once. The others wait for the data of the server, if that comes soon: two drawings of each would
+  // make the first one late.
+  const drawn = useRef(data);
+  useLayoutEffect(() => {
+    const isZoom = drawn.current === data;
+    drawn.current = data;
+    if (!isSeen.current) { stale.current(); return; }
+    if (!isZoom || inUse === null || inUse === place.current) { draw.current(); return; }
+    const timer = window.setTimeout(() => draw.current(), LATER);
+    return () => clearTimeout(timer);
+  }, [data, props.range?.[0], props.range?.[1], props.marks?.length, props.marks?.at(-1)?.x, props.marks?.at(-1)?.y, props.faint?.x, props.band?.low, props.band?.high]);
 
   function key(event: KeyboardEvent) {
     const made = plot.current;
     if (!made || !data.x.length) return;
-    const now = made.cursor.idx ?? data.x.length - 1, far = event.shiftKey ? Math.max(1, Math.round(data.x.length / 20)) : 1;
-    const next = event.key === "ArrowLeft" ? now - far : event.key === "ArrowRight" ? now + far : event.key === "Home" ? 0 : event.key === "End" ? data.x.length - 1 : null;
+    const [low, high] = xRange(props, data.x[0]!, data.x.at(-1)!), first = Math.max(0, data.x.findIndex(x => x >= low)), last = Math.max(first, data.x.filter(x => x <= high).length - 1);
+    const now = made.cursor.idx ?? last, far = event.shiftKey ? Math.max(1, Math.round((last - first) / 20)) : 1;
+    const next = event.key === "ArrowLeft" ? now - far : event.key === "ArrowRight" ? now + far : event.key === "Home" ? first : event.key === "End" ? last : null;
     if (next !== null) {
-      const index = Math.min(data.x.length - 1, Math.max(0, next)), value = data.columns[0]?.[index];
+      const index = Math.min(last, Math.max(first, next)), value = data.columns[0]?.[index];
       made.setCursor({ left: made.valToPos(data.x[index]!, "x"), top: finite(value) ? made.valToPos(value, "y") : 10 });
       event.preventDefault();
     } else if ((event.key === "+" || event.key === "-") && props.onZoom) {
-      const low = data.x[0]!, high = data.x[data.x.length - 1]!, middle = data.x[now]!, half = (high - low) / 4;
+      inUse = place.current;
+      const middle = data.x[Math.min(last, Math.max(first, now))]!, half = (high - low) / 4;
       event.key === "+" ? props.onZoom(Math.max(low, middle - half), Math.min(high, middle + half)) : props.onZoom(null, null);
       event.preventDefault();
     }
@@ -110,7 +141,7 @@ export function Chart(props: ChartProps) {
   function csv() {
     const extra = props.marks?.length ? ["mark"] : [], marks = new Map((props.marks ?? []).map(mark => [mark.x, mark.label]));
     const columns = [props.xLabel ?? (props.isTime ? "time" : "step"), ...props.lines.flatMap(line => line.low && line.high ? [line.label, `${line.label} max`, `${line.label} min`] : [line.label]), ...extra];
-    const rows = data.x.map((x, index) => [x, ...data.columns.map(column => column[index] ?? null), ...(extra.length ? [marks.get(x) ?? null] : [])]);
+    const rows = data.x.map((x, index) => [x, ...data.columns.map(column => digits(column[index])), ...(extra.length ? [marks.get(x) ?? null] : [])]);
     for (const mark of props.marks ?? []) if (!data.x.includes(mark.x)) rows.push([mark.x, mark.y ?? null, ...data.columns.slice(1).map(() => null), mark.label]);
     saveCsv(props.title, { columns, rows });
   }
@@ -168,14 +199,14 @@ function options(latest: { current: ChartProps }, width: number, say: (text: str
   return {
     width, height: props.height ?? 240, series, bands, padding: [10, 28, 0, 0], legend: { show: false },
     scales: {
-      x: { time: !!props.isTime },
-      y: { distr: props.log ? 3 : 1, range: () => yRange(latest.current) },
+      x: { time: !!props.isTime, range: (_, least, greatest) => least === null ? [0, 1] : xRange(latest.current, least, greatest) },
+      y: { distr: props.log ? 3 : 1, range: plot => yRange(latest.current, plot.scales.x?.min ?? -Infinity, plot.scales.x?.max ?? Infinity) },
     },
     axes: [
       { ...axis, space: 76, size: 30, ...(props.isTime ? { values: timeLabels } : { values: (_: uPlot, splits: number[]) => splits.map(value => Number.isInteger(value) ? value.toLocaleString("en-US") : value < 10 ? String(value) : "") }) },
       { ...axis, size: (_: uPlot, labels: string[] | null) => 16 + 6.9 * Math.max(4, ...(labels ?? []).map(label => label.length)), ...(isBytes ? { incrs: BINARY } : {}), values: (_: uPlot, splits: number[], __: number, ___: number, step: number) => splits.map(value => value === null ? "" : isBytes ? bytes(value, splits[splits.length - 1]!, step) : latest.current.format(value)) },
     ],
-    cursor: { y: false, drag: { x: !!props.onZoom, y: false, setScale: false }, points: { size: 7 }, ...(props.group ? { sync: { key: props.group, scales: ["x", null] } } : {}) },
+    cursor: { y: false, drag: { x: !!props.onZoom, y: false, setScale: false }, points: { size: 7 }, ...(props.group ? { sync: { key: props.group, scales: ["x", null], filters: { pub: type => type === "mousemove" || type === "mouseleave" } } } : {}) },
     hooks: {
       drawClear: [plot => under(plot, latest.current)],
       draw: [plot => over(plot, latest.current)],
@@ -195,12 +226,13 @@ function options(latest: { current: ChartProps }, width: number, say: (text: str
       }],
       setSelect: [plot => {
         const { left, width: selected } = plot.select;
+        inUse = plot.root.parentElement;
         if (selected > 4) latest.current.onZoom?.(plot.posToVal(left, "x"), plot.posToVal(left + selected, "x"));
         plot.setSelect({ left: 0, top: 0, width: 0, height: 0 }, false);
       }],
       ready: [plot => {
         plot.over.addEventListener("click", () => { const mark = near(plot, latest.current); if (mark?.id !== undefined) latest.current.onMark?.(mark.id); });
-        plot.over.addEventListener("dblclick", () => latest.current.onZoom?.(null, null));
+        plot.over.addEventListener("dblclick", () => { inUse = plot.root.parentElement; latest.current.onZoom?.(null, null); });
       }],
     },
   };
@@ -256,7 +288,8 @@ function over(plot: uPlot, props: ChartProps) {
     if (faint) {
       context.fillStyle = colors.muted;
       context.globalAlpha = 0.5;
-      faint.x.forEach((x, index) => { const y = faint.y[index]; if (finite(x) && finite(y)) context.fillRect(plot.valToPos(x, "x", true) - ratio, plot.valToPos(y, "y", true) - ratio, 2 * ratio, 2 * ratio); });
+      const low = plot.scales.x!.min!, high = plot.scales.x!.max!;
+      faint.x.forEach((x, index) => { const y = faint.y[index]; if (finite(x) && finite(y) && x >= low && x <= high) context.fillRect(plot.valToPos(x, "x", true) - ratio, plot.valToPos(y, "y", true) - ratio, 2 * ratio, 2 * ratio); });
       context.globalAlpha = 1;
     }
     const points = (props.marks ?? []).filter(mark => mark.kind !== "tick" && finite(mark.y)), radius = points.length > 2 * MANY ? 2.5 : 4;

@@ -10,8 +10,10 @@ import { go, link, type Route, useRoute } from "./route";
 import { isDark, onTheme, setTheme } from "./theme";
 import { CompareView, RunsView } from "./views/compare";
 import { FailuresView } from "./views/failures";
-import { CheckpointsView, DataView, ExpertsView, PipelineView, SamplesView } from "./views/others";
+import { ExpertsView } from "./views/experts";
+import { CheckpointsView, DataView, SamplesView } from "./views/others";
 import { OverviewView } from "./views/overview";
+import { PipelineView } from "./views/pipeline";
 import { PromiseView } from "./views/promise";
 import { RanksView } from "./views/ranks";
 
@@ -83,7 +85,7 @@ function Top({ runs, route, folder, onHelp }: { runs: RunLine[]; route: Route; f
 function RunPage({ route, run }: { route: Route; run: string }) {
   const name = VIEWS[route.view] ? route.view : "overview", [, View] = VIEWS[name]!, [width, setWidth] = useState(chartWidth());
   useEffect(() => { const resized = () => setWidth(chartWidth()); addEventListener("resize", resized); return () => removeEventListener("resize", resized); }, []);
-  const zoom = { from: route.query.get("from"), to: route.query.get("to") }, url = viewUrl(run, name, { width, ...zoom });
+  const zoom = { from: route.query.get("from"), to: route.query.get("to") }, chosen = name === "pipeline" ? { step: route.query.get("step"), copy: route.query.get("copy") } : {}, url = viewUrl(run, name, { width, ...zoom, ...chosen });
   const { data, error, asked } = useApi<{ header: Header }>(url, answer => answer.header.state === "running" || answer.header.progress < 1);
   const view = new URLSearchParams(asked.split("?")[1] ?? "").get("view");
   useEffect(() => { document.title = data ? `${data.header.name} ${data.header.step}/${data.header.steps}` : "phalanx watch"; }, [data]);
@@ -129,7 +131,7 @@ function Status({ header }: { header: Header }) {
 function Help({ onClose }: { onClose: () => void }) {
   const dialog = useRef<HTMLDialogElement>(null);
   useEffect(() => { dialog.current?.showModal(); }, []);
-  const rows: [string, string][] = [["1 – 9", "a view of the run"], ["r", "all runs"], ["t", "light or dark"], ["Tab", "next chart, link or button"], ["← →", "read values of the chart that has the focus; Shift: faster"], ["+ −", "zoom into the chart, and out"], ["drag, double-click", "zoom into a chart, and out"], ["← ↑ → ↓, Enter", "move over the ranks, and show one"], ["?", "this help"]];
+  const rows: [string, string][] = [["1 – 9", "a view of the run"], ["r", "all runs"], ["t", "light or dark"], ["Tab", "next chart, link or button"], ["← →", "read values of the chart that has the focus; Shift: faster"], ["+ −", "zoom into the chart, and out"], ["drag, double-click", "zoom into a chart, and out"], ["← ↑ → ↓, Enter", "move over ranks or layers, and show one"], ["?", "this help"]];
   return (
     <dialog ref={dialog} onClose={onClose} aria-labelledby="help-title">
       <h2 id="help-title">keys</h2>

@@ -3,7 +3,7 @@ import type { ComponentChildren } from "preact";
 import { useEffect, useRef, useState } from "preact/hooks";
 import { CardHead } from "./chart";
 import { type Rows, saveCsv, saveSvg } from "./files";
-import { onTheme } from "./theme";
+import { onTheme, ramp } from "./theme";
 
 export function Figure(props: { name: string; value: string; more?: string; tone?: "bad" | "good" }) {
   return <div class="figure"><dt>{props.name}</dt><dd class={props.tone}>{props.value}</dd>{props.more && <dd class="more">{props.more}</dd>}</div>;
@@ -46,3 +46,6 @@ export function Table(props: { head: ComponentChildren[]; rows: ComponentChildre
 }
 
 export function State(props: { state: string }) { return <span class={`state ${props.state}`}>{props.state}</span>; }
+
+/** The colors of a scale, from few to much. */
+export function Ramp() { return <span class="ramp" aria-hidden="true">{[0, 0.2, 0.4, 0.6, 0.8, 1].map(part => <i key={part} style={{ background: ramp(part) }} />)}</span>; }

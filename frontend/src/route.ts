@@ -34,6 +34,14 @@ export function change(route: Route, fields: Record<string, string | number | nu
   go(link(route.run, route.view, params), true);
 }
 
+export type Range = readonly [number | null, number | null];
+
+/** The part of the axis that the page shows; null: to its end. */
+export function rangeOf(route: Route): Range {
+  const end = (name: string) => { const text = route.query.get(name), value = Number(text); return text && Number.isFinite(value) ? value : null; };
+  return [end("from"), end("to")];
+}
+
 export function useRoute(): Route {
   const [route, set] = useState(parse(location.hash));
   useEffect(() => {

@@ -32,6 +32,8 @@ OTHER_COLOR = "#332288"
 """The color of any other component."""
 _ROWS = 6
 """Most candidates with bars."""
+_LEGEND = 0.45
+"""Of the width of the picture: a wider legend would be cut at its edge."""
 _FAR = 8.0
 """A device with more than this many times the used memory is not drawn to scale: the bars would be too short."""
 
@@ -153,11 +155,23 @@ def _frame(axes: Axes, candidates: Sequence[Candidate], title: str, values: Sequ
     axes.set_yticks(range(len(candidates)), _labels(candidates), fontsize=9)
     for row, value in enumerate(values):  # in a column of their own, right of all bars
         axes.text(1.015, row, value, transform=axes.get_yaxis_transform(), va="center", fontsize=9, color=INK)
-    axes.legend(loc="upper center", bbox_to_anchor=(0.45, -0.1), ncols=4, frameon=False, fontsize=8.5, labelcolor=INK)
+    _legend(axes)
     _style(axes, title)
     axes.grid(False, axis="y")
     if labels := axes.get_yticklabels():
         labels[0].set_fontweight("bold")
+
+
+def _legend(axes: Axes) -> None:
+    """Below the bars, in as many columns as the half of the picture that belongs to them has room for."""
+    figure = axes.get_figure(root=True)
+    assert figure is not None
+    for columns in (4, 3, 2):
+        drawn = axes.legend(
+            loc="upper right", bbox_to_anchor=(1.04, -0.1), ncols=columns, frameon=False, fontsize=8.5, labelcolor=INK
+        )
+        if drawn.get_window_extent().width <= _LEGEND * figure.bbox.width:
+            return
 
 
 def _labels(candidates: Sequence[Candidate]) -> list[str]:

@@ -206,6 +206,18 @@ class StepSkipped(Event):
     """"not finite" or "spike"."""
 
 
+class ExpertLoads(Event):
+    """Tokens that each expert of each layer received, every 20 steps. A model with more than 1,024 experts in all layers writes it less often, in
+    proportion."""
+
+    step: int
+    """The last step that is counted."""
+    steps: int
+    """Steps that are counted: 20, or fewer at the beginning of a launch."""
+    tokens: dict[str, list[int]]
+    """Layer, such as "blocks.3", to the tokens of each of its experts, summed over all ranks."""
+
+
 class Evaluated(Event):
     """Held-out loss after `step`."""
 

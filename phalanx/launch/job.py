@@ -121,7 +121,7 @@ class Job:
         """When the agents were last told the state of the registry."""
         self._settings = agent_settings(prepared, chaos)
         self._nodes = {number: self._start(number) for number in range(nodes)}
-        self.page = PageProcess(self.rundir) if self.run.watch.page else None
+        self.page = PageProcess(self.rundir.path, self.rundir.logs / "page.log") if self.run.watch.page else None
         """The live page of the run, which ends with the job; None if the run file asks for none."""
         self._sinks = SinkProcess.of(self.run, self.rundir)
         self._error: BaseException | None = None

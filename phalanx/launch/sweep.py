@@ -27,6 +27,7 @@ from phalanx.spec.json_value import JsonObject
 from phalanx.spec.load import load
 from phalanx.spec.plan import Machine
 from phalanx.spec.run import Run
+from phalanx.watch.page_process import PageProcess
 
 _POLL = 0.1  # seconds between two looks at the processes
 _PROGRAM = (
@@ -205,6 +206,9 @@ class Sweep:
         it prints if it is alone."""
         waiting = list(self._members)
         results: dict[str, MemberResult] = {}
+        page = self._start_page()
+        if page is not None:
+            show(f"page {page.wait()}")
         try:
             while (waiting and not self.stopped) or self._live:
                 while waiting and not self.stopped and len(self._live) < self._parallel:
@@ -213,8 +217,18 @@ class Sweep:
                 time.sleep(_POLL)
         finally:
             self.kill()
+            if page is not None:
+                page.close()
         left = [_result(member, None) for member in self._members if member.name not in results]
         return sorted([*results.values(), *left], key=lambda result: (result.error is not None, _loss(result)))
+
+    def _start_page(self) -> PageProcess | None:
+        """One page of all runs, if their run files ask for one each."""
+        if not any(member.run.watch.page for member in self._members):
+            return None
+        folder = self._members[0].directory.parent
+        folder.mkdir(parents=True, exist_ok=True)
+        return PageProcess(folder, folder / "page.log")
 
     def _begin(self, member: Member, show: Callable[[str], None], results: dict[str, MemberResult]) -> None:
         """Start a run, unless its directory holds it finished."""
@@ -224,7 +238,8 @@ class Sweep:
             return
         member.directory.parent.mkdir(parents=True, exist_ok=True)
         file = member.file(".toml")
-        replace_file(file, dump(self._runs[member.name]))
+        own = self._runs[member.name]
+        replace_file(file, dump(replace(own, watch=replace(own.watch, page=False))))
         slot = next(number for number in range(self._parallel) if number not in self._live)
         words = ["train", str(file), "--run-dir", str(member.directory), *self._options]
         show(f"{member.name}: training ({self._members.index(member) + 1} of {len(self._members)})")

@@ -4,7 +4,6 @@ before all ranks have agreed on it: every rank has the same sums and the same gr
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -18,7 +17,7 @@ from phalanx import accelerator
 from phalanx.models.moe import routers
 from phalanx.observe.comm_timer import COMM_TIMER, span
 from phalanx.optim.optimizer import Optimizer
-from phalanx.parallel.expert import Loads, imbalance
+from phalanx.parallel.expert import Loads
 from phalanx.parallel.pipeline.executor import Pipeline
 from phalanx.parallel.sharded_model import ShardedModel
 from phalanx.parallel.vocab_parallel import token_losses
@@ -26,15 +25,13 @@ from phalanx.spec.plan import Plan
 from phalanx.spec.run import Run
 from phalanx.training.build import TrainState
 from phalanx.training.dpo import pair_losses
+from phalanx.training.expert_loads import RecentLoads
 from phalanx.training.graphs import Graphs
 from phalanx.training.hooks import Hooks, StepContext, StepRefused
 from phalanx.training.micro_batch import MicroBatch, objective
 from phalanx.training.run_progress import NO_LIMITS
 from phalanx.training.step_totals import GOOD, NOT_FINITE, SPIKE, Outcome, StepTotals
 from phalanx.transforms.precision import LossScale, computing
-
-_LOAD_STEPS = 20
-"""Steps over which expert loads are reported: the load of one small batch is mostly chance."""
 
 StopRequest = Callable[[], int]
 """Returns what this rank was asked to do: 0, PAUSE or STOP."""
@@ -104,7 +101,7 @@ class Stepper:
         self._capacity = float(run.batch_tokens) * model.step_group.size / self._mesh.ranks
         self._routers = {name: router for part in model.parts for name, router in routers(part).items()}
         self._loads = Loads(experts, {name: router.counts for name, router in self._routers.items()})
-        self._recent_loads: deque[Tensor] = deque(maxlen=_LOAD_STEPS)
+        self.recent_loads = RecentLoads(self._loads, run.steps, self._mesh.device)
         self.hooks, self.observer = Hooks(), StepObserver()
         self.limits = NO_LIMITS
         """Of loss and gradient norm in the step in progress: a step above them is a spike and is skipped."""
@@ -159,7 +156,7 @@ class Stepper:
             if not totals.stopped:
                 self.hooks.after_backward(context)
                 self.pending = pending
-                self._remember_loads(totals.loads)
+                self.recent_loads.add(totals.loads)
             norm, pending.divisor = self._norm_and_divisor(totals)
             loss = totals.loss / totals.weight.clamp(min=1)
             verdict = self._judge(loss, norm)
@@ -374,14 +371,9 @@ class Stepper:
             torch.manual_seed(seed)
             self.observer.run("forward", graphs.launch_ahead, batch, self._mesh.device, micro_batch=0)
 
-    def _remember_loads(self, loads: Mapping[str, Tensor]) -> None:
-        if loads:
-            self._recent_loads.append(torch.cat(list(loads.values())))
-
     def _results(self, totals: StepTotals, loss: Tensor, norm: Tensor, verdict: Tensor) -> Callable[[], list[float]]:
         """Starts to copy the results of the step to the host; returns what waits for them."""
-        recent = self._loads.split(torch.stack(tuple(self._recent_loads)).sum(0)) if self._recent_loads else {}
-        load = [imbalance(recent.values())] if recent else []
+        load = self.recent_loads.fullest(self.number)
         pairs = (sum_ / totals.weight.clamp(min=1) for sum_ in (totals.preferred, totals.reward))
         agreed = (loss, totals.tokens, totals.digest, norm.double(), verdict.double(), totals.weight)
         values = torch.stack((*agreed, *pairs, *load))

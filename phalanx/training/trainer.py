@@ -156,6 +156,7 @@ class Trainer:
             self.checkpointer,
             StepAccounting(self.run, state),
             StepTiming(self.run, self.plan, state.sharded),
+            self.stepper.recent_loads,
             NonFiniteRetry(self.stepper, state.optimizer, lambda: self.progress.skipped_in_a_row),
         )
         COMM_TIMER.watch(self.mesh.device)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from phalanx.spec.json_value import Json, JsonObject
-from phalanx.watch.columns import Array, curve
+from phalanx.watch.columns import Array
 from phalanx.watch.followed_run import FollowedRun
 from phalanx.watch.record_values import known
 from phalanx.watch.run_views import CURVES, Window, flattened, header
@@ -34,7 +34,7 @@ def compare(runs: Sequence[FollowedRun], figure: str, axis: str, window: Window)
                     [known(float(x[max(0, at)])), row["loss"]] for at, row in zip(where.tolist(), evaluations, strict=True)
                 ]
             rows.append({
-                "header": header(run), "evaluations": held_out, "curve": curve(x, {figure: steps[figure]}, window.width, window.low, window.high),
+                "header": header(run), "evaluations": held_out, "curve": window.curve(x, {figure: steps[figure]}),
                 "eval_loss": evaluations[-1]["loss"] if evaluations else None,
                 "loss": known(float(steps["loss"][-1])) if len(steps) else None,
                 "tokens_per_second": known(float(np.nanmedian(steps["tokens_per_second"][2:]))) if len(steps) > 3 else None,

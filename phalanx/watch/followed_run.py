@@ -16,6 +16,7 @@ from pathlib import Path
 
 from phalanx.events.rundir import RunDir
 from phalanx.spec.json_value import JsonObject
+from phalanx.watch.executed_step import TimelineReader
 from phalanx.watch.follow_lines import BLOCK, LineFollower, read_small
 from phalanx.watch.record_values import known, number, parse, text, whole
 from phalanx.watch.run_digest import ENDINGS, Digest
@@ -56,6 +57,7 @@ class FollowedRun:
         self.rundir = RunDir(path)
         self.lock = threading.Lock()
         self.digest = Digest()
+        self.timeline = TimelineReader(path)
         self.restarts = 0
         """Times that the events were another file than before."""
         self._lines = LineFollower(self.rundir.events_file)
@@ -194,7 +196,8 @@ class FollowedRun:
     def memory(self) -> int:
         """Memory of the numbers, nearly."""
         digest = self.digest
-        return digest.steps.memory + digest.undone.memory + digest.progress.memory + digest.copies.memory + digest.ranks.memory
+        columns = (digest.steps, digest.undone, digest.progress, digest.copies, digest.ranks, digest.experts)
+        return sum(each.memory for each in columns)
 
 
 def _summarized(lines: Iterable[bytes]) -> Ends:

@@ -1,4 +1,4 @@
-"""Serves the page until its process is told to end: by a signal, for `phalanx watch`, or with the launcher of a run that has `watch.page`."""
+"""Serves the page until its process is told to end: by a signal, for `phalanx watch`, or with the launcher of a run or a sweep that has `watch.page`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from phalanx.events.rundir import RunDir
 from phalanx.host.process_tree import ModuleProcess, unblock_stop_signals
 from phalanx.spec.errors import RunError
 from phalanx.watch.followed_run import RunFolder
@@ -64,12 +63,11 @@ async def serve(path: Path, access: Access, port: int, announce: Callable[[Serve
 
 
 class PageProcess:
-    """The page of a run, in a process of its own, which ends with this one."""
+    """The page of a run or of a folder of runs, in a process of its own, which ends with this one."""
 
-    def __init__(self, rundir: RunDir):
-        self._process = ModuleProcess(
-            "phalanx.watch.page_process", {"run_dir": str(rundir.path.absolute())}, rundir.logs / "page.log"
-        )
+    def __init__(self, path: Path, log: Path):
+        self._process = ModuleProcess("phalanx.watch.page_process", {"path": str(path.absolute())}, log)
+        self._log = log
         self._answer: str | None = None
 
     def wait(self) -> str:
@@ -77,7 +75,7 @@ class PageProcess:
         if self._answer is None:
             ready, _, _ = select.select([self._process.stdout], [], [], _START_SECONDS)
             line = self._process.stdout.readline() if ready else b""
-            self._answer = line.decode().strip() or "the page could not be started; see logs/page.log in the run directory"
+            self._answer = line.decode().strip() or f"the page could not be started; see {self._log}"
         return self._answer
 
     def close(self) -> None:
@@ -85,7 +83,7 @@ class PageProcess:
             self._process.close(1.0)
 
 
-async def _serve_run(path: Path) -> None:
+async def _serve_path(path: Path) -> None:
     """Serve until standard input ends, which the launcher holds open."""
     ended, loop = asyncio.Event(), asyncio.get_running_loop()
     loop.add_reader(sys.stdin.fileno(), ended.set)
@@ -103,6 +101,6 @@ if __name__ == "__main__":
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)  # they ask the run to stop; its last steps are worth watching
     unblock_stop_signals()
-    asyncio.run(_serve_run(Path(json.loads(os.read(0, 1 << 16))["run_dir"])))
+    asyncio.run(_serve_path(Path(json.loads(os.read(0, 1 << 16))["path"])))
     sys.stdout.flush()
     os._exit(0)  # requests in progress are not waited for

@@ -27,6 +27,7 @@ from phalanx.spec.errors import RunError
 from phalanx.spec.json_value import JsonObject
 from phalanx.watch import plan_views, run_views
 from phalanx.watch.compare_view import MAX_RUNS, compare
+from phalanx.watch.expert_digest import MAX_LAYERS
 from phalanx.watch.followed_run import FollowedRun, RunFolder
 from phalanx.watch.http_messages import MAX_HEAD, BadRequest, Request, Response, parse_request
 from phalanx.watch.open_metrics import CONTENT_TYPE, exposition
@@ -49,7 +50,6 @@ _CACHE_BYTES = 32 << 20
 _VIEWS: dict[str, View] = {
     "overview": run_views.overview, "promise": plan_views.promise, "ranks": plan_views.ranks, "failures": run_views.failures,
     "checkpoints": run_views.checkpoints, "data": run_views.data, "samples": run_views.samples, "experts": run_views.experts,
-    "pipeline": plan_views.pipeline,
 }  # fmt: skip
 _TYPES = {
     "txt": "text/plain; charset=utf-8",
@@ -187,13 +187,18 @@ class PageServer:
 
     async def _run(self, name: str | None) -> FollowedRun:
         """A run, read as far as there was time; the rest is read in the background."""
-        loop = asyncio.get_running_loop()
-        run = None if name is None else await loop.run_in_executor(self._pool, self.folder.get, name)
-        if run is None:
+        found = None if name is None else await asyncio.get_running_loop().run_in_executor(self._pool, self._look, name)
+        if found is None:
             raise BadRequest(HTTPStatus.NOT_FOUND, "There is no such run.")
-        if run.name not in self._reading and not await loop.run_in_executor(self._pool, run.catch_up, _FIRST_SECONDS):
+        run, is_read = found
+        if not is_read and run.name not in self._reading:
             self._reading[run.name] = asyncio.create_task(self._read_on(run))
         return run
+
+    def _look(self, name: str) -> tuple[FollowedRun, bool] | None:
+        """A run, and whether all of it is read, or being read."""
+        run = self.folder.get(name)
+        return None if run is None else (run, run.name in self._reading or run.catch_up(_FIRST_SECONDS))
 
     async def _read_on(self, run: FollowedRun) -> None:
         try:
@@ -216,14 +221,20 @@ class PageServer:
     async def _view(self, request: Request) -> Response:
         name, window = request.value("view"), _window(request)
         run = await self._run(request.value("run"))
+        more = ""
         if name == "rank":
-            rank = _whole(request.value("rank"), MAX_RANKS)
-            return await self._shared(
-                request, run.version, partial(self._compute, run, partial(plan_views.rank_story, run, rank))
-            )
-        if name not in _VIEWS:
+            view = partial(plan_views.rank_story, run, _whole(request.value("rank"), MAX_RANKS))
+        elif name == "expert_layer":
+            view = partial(run_views.expert_layer, run, _whole(request.value("layer"), MAX_LAYERS), window)
+        elif name == "pipeline":
+            step, copy = (_whole(request.value(key) or missing, 10**9) for key, missing in (("step", "0"), ("copy", "0")))
+            view = partial(plan_views.executed_pipeline, run, window, step or None, copy)
+            more = await asyncio.get_running_loop().run_in_executor(self._pool, run.timeline.version)
+        elif name in _VIEWS:
+            view = partial(_VIEWS[name], run, window)
+        else:
             raise BadRequest(HTTPStatus.NOT_FOUND, "There is no such view.")
-        return await self._shared(request, run.version, partial(self._compute, run, partial(_VIEWS[name], run, window)))
+        return await self._shared(request, run.version + more, partial(self._compute, run, view, more))
 
     async def _compare(self, request: Request) -> Response:
         names = list(dict.fromkeys(request.query.get("run", [])))[:MAX_RUNS]
@@ -233,9 +244,10 @@ class PageServer:
         window = _window(request)
         return await self._shared(request, version, lambda: _json(compare(runs, figure, axis, window), self._etag(version)))
 
-    def _compute(self, run: FollowedRun, view: partial[JsonObject]) -> Response:
+    def _compute(self, run: FollowedRun, view: partial[JsonObject], more: str) -> Response:
+        """`more`: the version of what the view shows besides the events."""
         with run.lock:
-            version = run.version
+            version = run.version + more
             answer = view() | {"header": run_views.header(run)}
         return _json(answer, self._etag(version))
 
@@ -283,7 +295,8 @@ def _json(answer: JsonObject, etag: str) -> Response:
 
 def _window(request: Request) -> Window:
     low, high = _real(request.value("from")), _real(request.value("to"))
-    return Window(low=low, high=high, width=min(2000, max(50, _whole(request.value("width") or "600", 1 << 16))))
+    width = min(2000, max(50, _whole(request.value("width") or "600", 1 << 16)))
+    return Window(low=low, high=high, width=width, pack=request.value("pack") == "1")
 
 
 def _real(value: str | None) -> float | None:

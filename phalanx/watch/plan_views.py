@@ -18,6 +18,7 @@ from phalanx.spec.json_value import Json, JsonObject
 from phalanx.spec.layout import default_stages
 from phalanx.watch import rank_digest
 from phalanx.watch.columns import Array, Columns, last_of_each, numbers
+from phalanx.watch.executed_step import executed
 from phalanx.watch.followed_run import FollowedRun
 from phalanx.watch.rank_digest import PARTS, WAITS
 from phalanx.watch.record_values import known, number, numbers_of, table, whole
@@ -28,6 +29,8 @@ AXES = ("pipeline", "data", "shard", "context", "tensor")
 """Degrees of a layout, outermost first: the last varies fastest with the rank."""
 _MAX_DRAWN = 1 << 16
 """Ranks of a picture."""
+_MAX_STAGES = 256
+"""Of a pipeline whose executed steps are read."""
 _MAX_ACTIONS = 20_000
 _ACTIVATIONS = ("activations", "logits", "gathered", "buffers")
 """Components of planned memory that a run measures as one."""
@@ -259,6 +262,20 @@ def _rows_of_rank(columns: Columns, rank: int, limit: int) -> list[Array]:
     found = np.flatnonzero(columns["rank"] == rank)[-limit:]
     rows = columns.rows(0)
     return [rows[index] for index in found]
+
+
+def executed_pipeline(run: FollowedRun, window: Window, step: int | None, copy: int) -> JsonObject:
+    """As `pipeline`, and a step as it was executed: the newest that is recorded, or this one. `copy`: which of the pipelines, which have a rank in
+    every stage."""
+    answer, launch = pipeline(run, window), run.digest.launch
+    degree, ranks = whole(table(launch, "layout"), "pipeline") or 1, whole(launch, "ranks") or 0
+    copies = ranks // degree
+    if degree == 1 or not copies or degree > _MAX_STAGES:
+        return answer
+    own = [stage * copies + min(copy, copies - 1) for stage in range(degree)]  # pipeline is the outermost axis of a layout
+    kinds: JsonObject = {kind: {"label": KINDS[kind], "color": ACTION_COLORS[kind]} for kind in KINDS}
+    found: JsonObject = executed(run.timeline, own, step, run.digest.clocks) | {"copies": copies, "copy": min(copy, copies - 1)}
+    return answer | {"executed": found, "kinds": kinds}
 
 
 def pipeline(run: FollowedRun, window: Window) -> JsonObject:

@@ -13,8 +13,11 @@ from operator import itemgetter
 
 import numpy as np
 
+from phalanx.events.records import ClockAligned
 from phalanx.spec.json_value import Json, JsonObject
 from phalanx.watch.columns import Columns
+from phalanx.watch.executed_step import clock_of
+from phalanx.watch.expert_digest import ExpertDigest
 from phalanx.watch.rank_digest import RankDigest
 from phalanx.watch.record_values import Record, count, entries, known, number, numbers_of, parse, table, text, whole
 
@@ -54,6 +57,7 @@ class Digest:
         self.progress = Columns({"time": "f8", "step": "i8"})
         """Every record of a step, in the order of the file."""
         self.ranks = RankDigest()
+        self.experts = ExpertDigest()
         self.launches: deque[JsonObject] = deque(maxlen=MAX_ROWS)
         self.cuts: deque[JsonObject] = deque(maxlen=MAX_ROWS)
         """Where steps were undone."""
@@ -71,6 +75,8 @@ class Digest:
         self.samples: deque[JsonObject] = deque(maxlen=_MAX_SAMPLES)
         self.data: JsonObject = {}
         self.hosts: JsonObject = {}
+        self.clocks: dict[int, ClockAligned] = {}
+        """The newest comparison of each node's clock, of this launch."""
         self.ended: JsonObject | None = None
         """How the last launch has ended; None if it has not said so."""
         self.tokens_processed = 0.0
@@ -187,6 +193,7 @@ class Digest:
         for rows in (self.skipped, self.evaluations):
             while rows and count(rows[-1], "step") >= step:
                 rows.pop()
+        self.experts.cut(step)
         skipped = count(self.skipped[-1], "step") if self.skipped else 0
         self.last_step = max(int(steps[begin - 1]) if begin else 0, skipped)
 
@@ -203,6 +210,7 @@ class Digest:
 
     def begin_launch(self) -> None:
         self._fresh, self.ended = True, None
+        self.clocks.clear()
         self.begin_generation()
 
     def begin_generation(self) -> None:
@@ -276,6 +284,11 @@ def _evaluated(digest: Digest, record: Record) -> None:
     values: JsonObject = {name: known(number(record, name)) for name in ("loss", "perplexity", "tokens", "seconds")}
     digest.evaluations.append(values | {"step": count(record, "step"), "time": _time(record), "sources": by_source})
     del digest.evaluations[: -4 * MAX_ROWS]
+
+
+def _expert_loads(digest: Digest, record: Record) -> None:
+    if not digest.experts.add(record):
+        digest.broken += 1
 
 
 def _sampled(digest: Digest, record: Record) -> None:
@@ -379,6 +392,11 @@ def _changed(digest: Digest, record: Record) -> None:
         digest.note(record, f"settings changed: {key[:80]}: {str(old)[:80]} → {str(new)[:80]}")
 
 
+def _clock_aligned(digest: Digest, record: Record) -> None:
+    if (clock := clock_of(record)) is not None and len(digest.clocks) < MAX_ROWS:
+        digest.clocks[clock.node] = clock
+
+
 def _controller(digest: Digest, record: Record) -> None:
     digest.note(record, f"node {count(record, 'node')} is now the controller")
 
@@ -418,9 +436,9 @@ def _plain(values: Record) -> JsonObject:
 
 _HANDLERS: dict[str, Callable[[Digest, Record], None]] = {
     "step": _step, "step_skipped": _step_skipped, "run_started": _run_started, "restored": _restored, "evaluated": _evaluated,
-    "sampled": _sampled, "copied": _copied, "failure_noticed": _failure_noticed, "recovered": _recovered, "data_opened": _data_opened,
+    "sampled": _sampled, "expert_loads": _expert_loads, "copied": _copied, "failure_noticed": _failure_noticed, "recovered": _recovered, "data_opened": _data_opened,
     "hosts_checked": _hosts_checked, "rewound": _rewound, "fault_injected": _fault, "settings_changed": _changed,
-    "controller_changed": _controller, "stranger_refused": _refused,
+    "clock_aligned": _clock_aligned, "controller_changed": _controller, "stranger_refused": _refused,
     "request_started": _request_started, "request_failed": _request_failed,
     **dict.fromkeys(("saved", "save_failed", "exported", "export_failed", "uploaded", "upload_failed", "checkpoint_damaged"), _save),
     **dict.fromkeys(("warned", "straggling", "corrupted", "not_finite", "host_rejected"), _sentence),

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -31,9 +32,12 @@ class Window:
     low: float | None = None
     high: float | None = None
     width: int = 600
+    pack: bool = False
+    """Curves are sent as the page reads them; else as numbers, for everybody."""
 
-    def holds(self, value: float) -> bool:
-        return (self.low is None or value >= self.low) and (self.high is None or value <= self.high)
+    def curve(self, x: Array, columns: Mapping[str, Array]) -> JsonObject:
+        """The part of curves that is asked for."""
+        return curve(x, columns, self.width, self.low, self.high, pack=self.pack)
 
 
 def header(run: FollowedRun) -> JsonObject:
@@ -114,7 +118,7 @@ def overview(run: FollowedRun, window: Window) -> JsonObject:
     promise = table(digest.launch, "promise")
     return {
         "figures": figures,
-        "curve": curve(steps["step"], drawn, window.width, window.low, window.high),
+        "curve": window.curve(steps["step"], drawn),
         "evaluations": _marks(digest.evaluations, window, ("step", "loss")),
         "skipped": _marks(digest.skipped, window, ("step", "reason", "loss", "grad_norm")),
         "undone": _undone(digest, window),
@@ -142,7 +146,8 @@ def _median(values: Array) -> float | None:
 
 def _marks(rows: list[JsonObject], window: Window, names: tuple[str, ...]) -> list[Json]:
     """The newest rows whose step is in the window."""
-    inside = [row for row in rows if row["step"] is not None and window.holds(number(row, "step"))][-_MARKS:]
+    low, high = -math.inf if window.low is None else window.low, math.inf if window.high is None else window.high
+    inside = [row for row in rows if isinstance(step := row["step"], int) and low <= step <= high][-_MARKS:]
     return [{name: row[name] for name in names} for row in inside]
 
 
@@ -173,7 +178,7 @@ def failures(run: FollowedRun, window: Window) -> JsonObject:
         "launches": [
             {name: launch.get(name) for name in ("time", "last", "ranks", "step", "version")} for launch in digest.launches
         ][-500:],
-        "progress": curve(time, {"step": digest.progress["step"]}, window.width, window.low, window.high),
+        "progress": window.curve(time, {"step": digest.progress["step"]}),
         "figures": {
             "steps_lost": digest.steps_lost,
             "seconds_lost": digest.seconds_lost,
@@ -213,7 +218,7 @@ def _copies(copies: Columns) -> JsonObject:
 
 def _copy_curve(copies: Columns, window: Window) -> JsonObject:
     steps = np.maximum.accumulate(copies["step"]) if len(copies) else copies["step"]
-    return curve(steps, {name: copies[name] for name in ("seconds", "stall")}, window.width, None, None)
+    return replace(window, low=None, high=None).curve(steps, {name: copies[name] for name in ("seconds", "stall")})
 
 
 def _on_disk(run: FollowedRun) -> list[Json]:
@@ -268,9 +273,15 @@ def samples(run: FollowedRun, window: Window) -> JsonObject:
 
 
 def experts(run: FollowedRun, window: Window) -> JsonObject:
-    """The load of the fullest expert over the steps."""
+    """The load of the fullest expert over the steps, and of every layer."""
     steps = run.digest.steps
-    return {"curve": curve(steps["step"], {"expert_load": steps["expert_load"]}, window.width, window.low, window.high)}
+    load = window.curve(steps["step"], {"expert_load": steps["expert_load"]})
+    return {"curve": load, "layers": run.digest.experts.heat(window.low, window.high)}
+
+
+def expert_layer(run: FollowedRun, layer: int, window: Window) -> JsonObject:
+    """The load of every expert of a layer."""
+    return {"layer": layer} | run.digest.experts.layer(layer, window.low, window.high)
 
 
 View = Callable[[FollowedRun, Window], JsonObject]

@@ -90,7 +90,7 @@ class StepTimeline:
 def load_timeline(run_dir: Path, first: int = 0, last: int | None = None) -> StepTimeline:
     """The recorded steps `first` to `last`."""
     recorded = read_timeline(run_dir, first, last)
-    shifts, error = _shifts([found.author for found in recorded], _clocks(run_dir))
+    shifts, error = clock_shifts([found.author for found in recorded], _clocks(run_dir))
     steps: dict[int, dict[int, StepOfRank]] = defaultdict(dict)
     for found in recorded:
         steps[found.record.step][found.author.rank] = _shifted(found, shifts[found.author])
@@ -130,7 +130,7 @@ def _clocks(run_dir: Path) -> list[ClockAligned]:
     return list(newest.values())
 
 
-def _shifts(authors: Iterable[Author], clocks: Sequence[ClockAligned]) -> tuple[dict[Author, float], float | None]:
+def clock_shifts(authors: Iterable[Author], clocks: Sequence[ClockAligned]) -> tuple[dict[Author, float], float | None]:
     """What to add to each author's monotonic clock to get that of the reference, and the largest error of that."""
     authors = list(dict.fromkeys(authors))
     if not authors:

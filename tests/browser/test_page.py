@@ -20,7 +20,8 @@ import pytest
 from commands import Started, Workshop
 from watch_runs import Record, serving, started, step, write_run
 
-from phalanx.events.records import FailureNoticed, Recovered
+from phalanx.events.records import Evaluated, FailureNoticed, Recovered, Step
+from phalanx.events.timeline_files import Author, RankStep, Span, TimelineWriter
 
 pytestmark = pytest.mark.slow
 playwright = pytest.importorskip("playwright.sync_api", reason="pip install playwright drives the browser")
@@ -28,6 +29,7 @@ CHROMIUM = os.environ.get("PHALANX_CHROMIUM") or shutil.which("chromium") or shu
 AXE = Path(__file__).parents[2] / "frontend" / "node_modules" / "axe-core" / "axe.min.js"
 VIEWS = ("overview", "promise", "ranks", "failures", "checkpoints", "data", "samples", "experts", "pipeline")
 DRAWN = "() => [...document.querySelectorAll('.plot, .drawing')].every(place => place.querySelector('canvas, svg'))"
+STEP = "Number(document.querySelector('.status b').textContent.split(' ')[1].replace(',', ''))"
 PROGRAM = [sys.executable, "-m", "phalanx"]
 SCRIPT = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>"
 
@@ -117,6 +119,17 @@ def full_run() -> list[Record]:
         ]
     for number in range(1, 301):
         records.append(step(number, loss=5 / number**0.3, grad_norm=1 + 1 / number, expert_load=1.5 + 1 / number))
+        if number % 20 == 0:
+            tokens = {f"blocks.{layer}": [100, 100 + 2 * number if layer == 2 else 100, 100, 100] for layer in range(1, 5)}
+            records.append(
+                {
+                    "event": "expert_loads",
+                    "time": 2.0 * number,
+                    "step": number,
+                    "steps": 20,
+                    "tokens": tokens | {SCRIPT: [1, 1]},
+                }
+            )
         if number % 50 == 0:
             records.append(
                 {
@@ -202,6 +215,14 @@ def full_run() -> list[Record]:
 def full(tmp_path: Path) -> Iterator[str]:
     """The address of a server with two runs."""
     write_run(tmp_path / "runs" / "full", full_run(), '[train]\nbatch = 8\n[data]\nsource = "text"\n')
+    for rank in range(16):
+        author = Author(rank=rank, ranks=16, node=0, host="a", boot="b", generation=0, launch="one", wall=0.0, monotonic=0.0)
+        writer = TimelineWriter(tmp_path / "runs" / "full", author, keep=100)
+        actions = [Span(0.1 * at, 0.1 * at + 0.09, "work", f"{rank // 8}{'FB'[at % 2]}{at // 2}") for at in range(8)]
+        for number in (298, 299, 300):
+            phases = [Span(0.8, 0.9, "phase", "optimizer")]
+            writer.add(RankStep(step=number, begin=2.0 * number, seconds=0.9, spans=[*actions, *phases], calls=[]))
+        writer.close()
     write_run(tmp_path / "runs" / "other", [started(), *(step(number) for number in range(1, 60))], "[train]\nbatch = 16\n")
     with serving(tmp_path / "runs") as client:
         yield f"http://127.0.0.1:{client.port}/"
@@ -296,6 +317,76 @@ def test_keys_links_and_zoom(full: str, open_page: Callable[..., Any]) -> None:
     page.wait_for_selector("h2:text-is('rank 1')")
 
 
+def test_a_zoom_is_drawn_before_the_server_answers_and_asked_for_once(full: str, open_page: Callable[..., Any]) -> None:
+    page = open_page(f"{full}#/run/full/overview")
+    shown(page, "overview")
+    page.wait_for_function(DRAWN)
+    held: list[Any] = []
+    page.route(lambda url: "from=" in url and "/api/" in url, lambda route: held.append(route))
+    box = page.locator(".wide .u-over").first.bounding_box()
+    y = box["y"] + box["height"] / 2
+    page.mouse.move(box["x"] + 0.5 * box["width"], y)
+    page.mouse.down()
+    page.mouse.move(box["x"] + 0.6 * box["width"], y)
+    page.mouse.move(box["x"] + 0.75 * box["width"], y)
+    page.mouse.up()
+    page.wait_for_selector("button:has-text('whole range')")
+    chart = page.locator(".plot").first
+    chart.focus()
+    for key, low, high in (("Home", 148, 153), ("End", 222, 227)):  # of 300 steps
+        page.keyboard.press(key)
+        step = int(page.inner_text(".readout >> nth=0").split("·")[0].split()[1])
+        assert low <= step <= high
+        left = page.evaluate("() => document.querySelector('.wide .u-cursor-x').style.transform")
+        at = float(left.split("(")[1].split("px")[0]) / box["width"]
+        assert at < 0.05 if key == "Home" else at > 0.95, "the axis has the new range"
+    assert len(held) == 1, "one chart asks for all"
+    held[0].continue_()
+    page.unroute_all()
+    page.locator("button:has-text('whole range')").first.click()
+    page.wait_for_selector("button:has-text('whole range')", state="detached")
+    chart.focus()
+    page.keyboard.press("Home")
+    page.wait_for_selector(".readout:has-text('step 1 ')")
+
+
+def test_a_layer_of_experts_is_chosen_by_mouse_and_by_keyboard(full: str, open_page: Callable[..., Any]) -> None:
+    page = open_page(f"{full}#/run/full/experts")
+    page.wait_for_selector("h2:text-is('experts of blocks.2')")  # the worst one
+    assert page.locator("table tbody tr").first.inner_text().split("\t")[:3] == ["blocks.2", "1", "2.80 ×"]
+    layers = page.locator(".grid").first
+    layers.focus()
+    page.keyboard.press("ArrowLeft")
+    page.wait_for_selector(".readout:has-text('layer blocks.2, steps 281 to 300: 2.80 ×')")
+    page.keyboard.press("ArrowLeft")
+    page.wait_for_selector(".readout:has-text('layer blocks.2, steps 261 to 280: 2.75 ×')")
+    page.keyboard.press("ArrowDown")
+    page.wait_for_selector(".readout:has-text('layer blocks.3, steps 261 to 280: 1.00 ×')")
+    page.keyboard.press("Enter")
+    page.wait_for_selector("h2:text-is('experts of blocks.3')")
+    box = layers.locator("canvas").bounding_box()
+    page.mouse.click(box["x"] + box["width"] / 2, box["y"] + 1.5 * 18)
+    page.wait_for_selector("h2:text-is('experts of blocks.2')")
+    assert "layer=1" in page.url
+    page.mouse.move(box["x"] + box["width"] - 10, box["y"] + 4.5 * 18)
+    page.wait_for_selector(".readout:has-text('<img src=x')")
+    assert page.locator("img").count() == 0 and page.title() != "owned"
+
+
+def test_a_step_of_the_pipeline_is_chosen(full: str, open_page: Callable[..., Any]) -> None:
+    page = open_page(f"{full}#/run/full/pipeline")
+    page.wait_for_selector("h2:text-is('step 300 as it was executed')")
+    assert page.locator("svg >> nth=1").locator("text=rank 8").count() == 1, "the first pipeline has ranks 0 and 8"
+    page.click("button[aria-label='step before']")
+    page.wait_for_selector("h2:text-is('step 299 as it was executed')")
+    assert "step=299" in page.url
+    page.get_by_label("pipeline", exact=False).last.fill("7")
+    page.keyboard.press("Tab")
+    page.wait_for_selector("svg >> text=rank 15")
+    page.click("button:has-text('newest')")
+    page.wait_for_selector("h2:text-is('step 300 as it was executed')")
+
+
 def test_charts_are_saved_as_pictures_and_numbers(full: str, open_page: Callable[..., Any], tmp_path: Path) -> None:
     page = open_page(f"{full}#/run/full/overview")
     saved = 0
@@ -373,7 +464,7 @@ def test_a_live_run_updates_by_itself_and_outlives_its_server(workshop: Workshop
     page.wait_for_selector(".wide .uplot")
     before = step_shown(page)
     page.wait_for_function(
-        f"() => Number(document.querySelector('.status b').textContent.split(' ')[1].replace(',', '')) > {before + 20}",
+        f"() => {STEP} > {before + 20}",
         timeout=60_000,
     )
     page.reload()
@@ -386,7 +477,7 @@ def test_a_live_run_updates_by_itself_and_outlives_its_server(workshop: Workshop
     assert again == address
     page.wait_for_selector("text=The server does not answer", state="detached", timeout=15_000)
     page.wait_for_function(
-        f"() => Number(document.querySelector('.status b').textContent.split(' ')[1].replace(',', '')) > {before}",
+        f"() => {STEP} > {before}",
         timeout=60_000,
     )
     run.process.send_signal(signal.SIGTERM)
@@ -395,9 +486,43 @@ def test_a_live_run_updates_by_itself_and_outlives_its_server(workshop: Workshop
     end(server)
 
 
-def appears(page: Any, workshop: Workshop, kind: type[Any], selector: str) -> float:
+QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.toml"
+MINUTES = 15 * 60_000
+"""Milliseconds: it takes about one minute on an idle machine."""
+
+
+def test_the_quickstart_is_followed_from_its_first_step_to_its_end(workshop: Workshop, open_page: Callable[..., Any]) -> None:
+    """As it stands in the repository, on 4 ranks, one of which is killed. Nobody touches the page, but to look at another view."""
+    (workshop.path / "runs").mkdir()
+    server, address = server_of(workshop)
+    page = open_page(address)
+    page.wait_for_selector("text=There is no run in this folder yet")
+    run = workshop.start("train", QUICKSTART, "--chaos", "kill rank=1 step=40", program=PROGRAM)
+    page.wait_for_selector(".wide .uplot canvas", timeout=MINUTES)
+    seen = step_shown(page)
+    assert seen < 40, "the page has come with the first steps"
+    failed = appears(page, workshop, FailureNoticed, "nav .count:has-text('1')", MINUTES / 1000)
+    page.click("nav a:has-text('Failures')")
+    recovered = appears(page, workshop, Recovered, ".entry:has-text('restart in')", MINUTES / 1000)
+    print(f"the failure appeared after {failed:.2f} s, the recovery after {recovered:.2f} s")
+    assert max(failed, recovered) < 2.0
+    page.click("nav a:has-text('Overview')")
+    for more in (60, 120, 200):
+        page.wait_for_function(f"() => {STEP} >= {more}", timeout=MINUTES)
+    assert run.wait().code == 0
+    page.wait_for_selector(".status .state:has-text('finished')", timeout=15_000)
+    assert step_shown(page) == 300
+    steps = [event for event in workshop.events("runs/quickstart") if isinstance(event, Step)]
+    evaluated = [event for event in workshop.events("runs/quickstart") if isinstance(event, Evaluated)]
+    figures = page.locator(".figure dd").all_inner_texts()
+    assert f"{steps[-1].loss:.4f}" in figures and f"{evaluated[-1].loss:.4f}" in figures
+    page.close()  # it would ask on
+    end(server)
+
+
+def appears(page: Any, workshop: Workshop, kind: type[Any], selector: str, patience: float = 120) -> float:
     """Seconds from a record to its appearance on the page."""
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + patience
     while not page.locator(selector).count():
         assert time.monotonic() < deadline, f"{selector} did not appear"
         page.wait_for_timeout(20)

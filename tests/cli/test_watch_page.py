@@ -75,3 +75,20 @@ def test_the_page_ends_with_a_launcher_that_is_killed(workshop: Workshop) -> Non
     command.process.kill()
     assert command.wait().code == -signal.SIGKILL
     assert workshop.gone(), "the page outlived the launcher"
+
+
+def test_a_sweep_has_one_page_of_all_its_runs(workshop: Workshop) -> None:
+    command = workshop.start(
+        "train", workshop.run_file.name, "--sweep", "train.seed=1,2", "watch.page=true", "train.steps=2000"
+    )
+    command.until(workshop.reached("runs/tiny-sweep/seed=1", 3), "step 3 of the first run")
+    shown = command.output().shown
+    (port,) = re.findall(r"page http://127\.0\.0\.1:(\d+)/", shown)
+    client = Client(int(port))
+    (run,) = client.get("/api/runs").json["runs"]
+    assert run["name"] == "seed=1" and run["steps"] == 2000
+    assert client.view("seed=1", "overview")["header"]["state"] == "running"
+    command.process.send_signal(signal.SIGTERM)
+    assert command.wait().code == 75
+    with pytest.raises(OSError):
+        client.get("/api/runs")

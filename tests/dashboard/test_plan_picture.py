@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from io import BytesIO
 from pathlib import Path
 
 import numpy as np
@@ -89,3 +90,20 @@ def test_bars_are_drawn_of_runners_up_and_then_of_alternatives_that_fit(report: 
 def test_picture_units_suit_the_size() -> None:
     assert [memory_unit(value)[0] for value in (61 * plans.GIB, plans.GIB, 0.9 * plans.GIB)] == ["GiB", "GiB", "MiB"]
     assert [step_unit(value)[0] for value in (75.0, 1.0, 0.2)] == ["s", "s", "ms"]
+
+
+def test_the_legend_of_all_parts_is_inside_of_the_picture() -> None:
+    from phalanx.dashboard.pictures import new_figure
+    from phalanx.dashboard.plan_picture import _legend
+    from phalanx.planning.report import MEMORY_LABELS, PART_LABELS
+
+    figure = new_figure((15.0, 8.0), dpi=120, pad=0.12, space=(0.06, 0.04))
+    (memory, step), _ = figure.subplots(2, 2)
+    for axes, labels in ((memory, MEMORY_LABELS), (step, PART_LABELS)):
+        for label in labels.values():
+            axes.barh(0, 1, label=label)
+        axes.set_yticks([0], ["PP16v2-zb ZeRO1×128 CP8-gather"])
+        _legend(axes)
+    figure.savefig(BytesIO())  # places everything
+    left, right = (axes.get_legend().get_window_extent() for axes in (memory, step))
+    assert 0 <= left.x0 < left.x1 <= right.x0 < right.x1 <= figure.bbox.width

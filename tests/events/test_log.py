@@ -37,6 +37,7 @@ VALUES: dict[str, Any] = {
     ),
     "dict[str, str]": {"tensor": "32 of 64 rows"},
     "dict[str, int]": {"parameters": 1 << 40},
+    "dict[str, list[int]]": {"blocks.3": [0, 1 << 40]},
     "dict[str, list[Json]]": {
         "optimizer.learning_rate": [0.1 + 0.2, 1e-4],
         "train.clip": [1.0, "inf"],

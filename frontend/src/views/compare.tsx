@@ -2,7 +2,7 @@ import { chartWidth, type Curve, type Header, type N, type RunLine, useApi } fro
 import { Chart, type Mark } from "../chart";
 import * as f from "../format";
 import { Nothing, State, Table } from "../parts";
-import { change, go, link, type Route } from "../route";
+import { change, go, link, rangeOf, type Route } from "../route";
 import { runColor } from "../theme";
 
 interface Compared { header: Header; curve: Curve; evaluations: [N, N][]; eval_loss: N; loss: N; tokens_per_second: N; tokens: N; }
@@ -27,7 +27,7 @@ export function CompareView({ route, all }: { route: Route; all: RunLine[] }) {
   const names = route.query.getAll("run").slice(0, 8), figure = route.query.get("figure") ?? "loss", axis = route.query.get("axis") ?? "step", params = new URLSearchParams();
   names.forEach(name => params.append("run", name));
   for (const [key, value] of Object.entries({ figure, axis, from: route.query.get("from"), to: route.query.get("to"), width: String(chartWidth()) })) if (value) params.set(key, value);
-  const { data, error } = useApi<Compare>(names.length ? `api/compare?${params}` : null, answer => answer.runs.some(run => run.header.state === "running" || run.header.progress < 1));
+  const { data, error } = useApi<Compare>(names.length ? `api/compare?${params}&pack=1` : null, answer => answer.runs.some(run => run.header.state === "running" || run.header.progress < 1));
   if (!names.length) return <><p>Choose two or more runs.</p><RunsView runs={all} route={{ ...route, view: "runs" }} /></>;
   if (error && !data) return <Nothing>{error}</Nothing>;
   if (!data) return <Nothing>loading</Nothing>;
@@ -40,7 +40,7 @@ export function CompareView({ route, all }: { route: Route; all: RunLine[] }) {
         <label>over <select value={axis} onChange={event => change(route, { axis: event.currentTarget.value, from: null, to: null })}>{Object.entries(AXES).map(([key, name]) => <option key={key} value={key}>{name}</option>)}</select></label>
         <a href={link(null, "runs", params)}>choose runs</a>
       </p>
-      <Chart title={`${title} over ${AXES[data.axis]}`} xLabel={AXES[data.axis]} x={[]} lines={data.runs.map((run, index) => ({ label: run.header.name, color: runColor(index), x: run.curve.x, values: run.curve.y[data.figure]!.mean }))} marks={marks} format={format} height={360} value="" log={log} onLog={on => change(route, { log: on ? 1 : null })} onZoom={(low, high) => change(route, { from: low, to: high })} zoomed={route.query.has("from")} />
+      <Chart title={`${title} over ${AXES[data.axis]}`} xLabel={AXES[data.axis]} x={[]} lines={data.runs.map((run, index) => ({ label: run.header.name, color: runColor(index), x: run.curve.x, values: run.curve.y[data.figure]!.mean }))} marks={marks} format={format} height={360} value="" log={log} onLog={on => change(route, { log: on ? 1 : null })} onZoom={(low, high) => change(route, { from: low, to: high })} zoomed={route.query.has("from")} range={rangeOf(route)} />
       <section class="card"><h2>results</h2>
         <Table label="results" numbers={[2, 3, 4, 5, 6]} head={["run", "state", "step", "loss", "held-out", "tokens/s", "tokens"]} rows={data.runs.map(run => [<a href={link(run.header.name, "overview")}>{run.header.name}</a>, <State state={run.header.state} />, f.whole(run.header.step), f.loss(run.loss), f.loss(run.eval_loss), f.count(run.tokens_per_second), f.count(run.tokens)])} />
       </section>

@@ -2,7 +2,7 @@ import type { Curve, Header, N, Note } from "../api";
 import { Chart, type Mark } from "../chart";
 import * as f from "../format";
 import { Drawing, Figure, Figures, Nothing, Table } from "../parts";
-import { change, link, type Route } from "../route";
+import { change, link, rangeOf, type Route } from "../route";
 import { theme } from "../theme";
 
 interface Recovery { action: string; source: string; step: N; steps_lost: N; ranks: N; noticed: N; decided: N; restarted: N; first_step: N; seconds: N; generation: N; time: N; }
@@ -30,7 +30,7 @@ export function FailuresView({ data, route }: { data: Failures; route: Route }) 
       </Figures>
       {data.ended?.state === "failed" && <section class="card severe"><h2>the run has failed</h2><p>{data.ended.rank !== null && <>rank {data.ended.rank}: </>}{data.ended.reason}</p>{data.ended.traceback && <pre tabIndex={0}>{data.ended.traceback}</pre>}</section>}
       {progress.x.length > 1 && <div class="charts"><div class="wide">
-        <Chart title="steps over time" value={f.whole(data.header.step)} x={progress.x} isTime lines={[{ label: "step", values: progress.y.step!.mean, low: progress.y.step!.min, high: progress.y.step!.max }]} format={f.whole} marks={marks} height={260} group="time" onMark={id => change(route, { failure: id })} onZoom={(low, high) => change(route, { from: low, to: high })} zoomed={route.query.has("from")} hint="click a failure for its story" />
+        <Chart title="steps over time" value={f.whole(data.header.step)} x={progress.x} isTime lines={[{ label: "step", values: progress.y.step!.mean, low: progress.y.step!.min, high: progress.y.step!.max }]} format={f.whole} marks={marks} height={260} group="time" onMark={id => change(route, { failure: id })} onZoom={(low, high) => change(route, { from: low, to: high })} zoomed={route.query.has("from")} range={rangeOf(route)} hint="click a failure for its story" />
       </div></div>}
       {drawn.length > 0 && <Drawing title="recoveries by phase" label={drawn.map(row => `failure ${row.id}: ${f.short(row.recovery!.seconds)}`).join("; ")} height={() => 24 * drawn.length + 4} rows={() => ({ columns: ["failure", "cause", "action", "decided [s]", "ranks restored [s]", "first step [s]", "total [s]", "steps lost"], rows: failures.filter(row => row.recovery).map(row => [row.id, row.cause, row.recovery!.action, ...PHASES.map(([, from, to]) => spent(row.recovery!, from, to)), row.recovery!.seconds, row.recovery!.steps_lost]) })}
         draw={width => { const colors = theme(), most = Math.max(...drawn.map(row => row.recovery!.seconds ?? 0)) || 1; return drawn.map((row, index) => { let at = 84; return <g key={row.id}><text x={0} y={24 * index + 15} fill={colors.muted}>failure {row.id}</text>{PHASES.map(([name, from, to, color]) => { const wide = (width - 160) * spent(row.recovery!, from, to) / most, left = at; at += wide; return <rect key={name} x={left} y={24 * index + 4} width={Math.max(0, wide)} height={14} fill={color} />; })}<text x={at + 6} y={24 * index + 16} fill={colors.ink}>{f.short(row.recovery!.seconds)}</text></g>; }); }}>

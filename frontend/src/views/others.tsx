@@ -1,12 +1,10 @@
-// Checkpoints, data, samples, experts, pipeline.
+// Checkpoints, data, samples.
 import { useState } from "preact/hooks";
 import type { Curve, Header, N, Note } from "../api";
 import { Chart } from "../chart";
 import * as f from "../format";
-import { Drawing, Figure, Figures, Nothing, Table } from "../parts";
-import type { Route } from "../route";
-import { runColor, theme } from "../theme";
-import { zoomOf } from "./overview";
+import { Figure, Figures, Nothing, Table } from "../parts";
+import { runColor } from "../theme";
 
 interface Save { kind: string; step: N; time: N; path?: string; url?: string; reason?: string; bytes?: N; seconds?: N; stall?: N; bytes_per_second?: N; difference?: N; }
 export interface Checkpoints { header: Header; saves: Save[]; counts: Record<string, number>; curve: { x: number[]; y: Record<string, N[]> }; stall: number; on_disk: string[]; copies: { count: number; stall?: number; skipped?: number; last?: { step: number; bytes: N; peer: boolean } }; copy_curve: Curve; }
@@ -72,45 +70,6 @@ export function SamplesView({ data }: { data: Samples }) {
     <>
       <p class="tools-row"><label>prompt <select value={prompt === null ? "" : String(prompts.indexOf(prompt))} onChange={event => setPrompt(event.currentTarget.selectedIndex ? prompts[event.currentTarget.selectedIndex - 1]! : null)}><option value="">all</option>{prompts.map((each, index) => <option key={index} value={String(index)}>{each.slice(0, 60) || "(beginning of a document)"}</option>)}</select></label> <span class="muted">{shown.length} of {data.total}</span></p>
       <div class="samples">{shown.slice(0, 100).map((sample, index) => <article class="card" key={index}><h2>step {f.whole(sample.step)}</h2><p class="muted">{sample.tokens} tokens in {f.short(sample.seconds)}</p><pre tabIndex={0}><b>{sample.prompt}</b>{sample.text}</pre></article>)}</div>
-    </>
-  );
-}
-
-export interface Experts { header: Header; curve: Curve; }
-
-export function ExpertsView({ data, route }: { data: Experts; route: Route }) {
-  const line = data.curve.y.expert_load;
-  if (!line?.mean.some(value => value !== null)) return <Nothing>The model has no experts, or none has been counted yet.</Nothing>;
-  return (
-    <>
-      <p class="muted">Load of the fullest expert divided by the mean, in the worst layer, over the last 20 steps. 1 × is an even load. Loads of single layers are not recorded.</p>
-      <div class="charts"><div class="wide"><Chart title="load of the fullest expert" x={data.curve.x} group="steps" lines={[{ label: "load", values: line.mean, low: line.min, high: line.max }]} format={f.times} height={320} {...zoomOf(route)} band={{ low: 1, high: 1, middle: 1, label: "even load" }} /></div></div>
-    </>
-  );
-}
-
-type Action = [string, number, number, number, number];
-export interface Pipeline { header: Header; pipeline: number; schedule: string | null; micro_batches: number; planned: N; measured: N; reason?: string; rows?: Action[][]; stop?: number; bubble?: number; kinds?: Record<string, { label: string; color: string }>; idle?: string; }
-
-export function PipelineView({ data }: { data: Pipeline }) {
-  if (!data.rows) return <Nothing>{data.reason}</Nothing>;
-  const rows = data.rows, stop = data.stop!, kinds = data.kinds!, used = new Set(rows.flatMap(row => row.map(action => action[0])));
-  const height = rows.length > 32 ? 12 : 26;
-  return (
-    <>
-      <Figures>
-        <Figure name="schedule" value={data.schedule ?? ""} more={`${rows.length} ranks, ${data.micro_batches} micro-batches`} />
-        <Figure name="bubble of the schedule" value={f.percent(data.bubble)} more="if stages take equally long" />
-        <Figure name="bubble as planned" value={f.percent(data.planned)} more="of the step" />
-        <Figure name="bubble as measured" value={f.percent(data.measured)} more="mean over ranks" />
-      </Figures>
-      <div class="charts"><div class="wide">
-        <Drawing title="one step as the schedule orders it" label={`${data.schedule}: ${rows.length} pipeline ranks, ${data.micro_batches} micro-batches, ${f.percent(data.bubble)} idle`} height={() => height * rows.length + 24} rows={() => ({ columns: ["rank", "action", "stage", "micro-batch", "start", "stop"], rows: rows.flatMap((row, rank) => row.map(([kind, stage, batch, start, end]) => [rank, kinds[kind]!.label, stage, batch, start, end])) })}
-          draw={width => { const colors = theme(), left = width < 500 ? 30 : 56, scale = (width - left) / stop; return rows.map((row, rank) => <g key={rank}><text x={0} y={height * rank + height / 2 + 4} fill={colors.muted}>{width < 500 ? rank : `rank ${rank}`}</text><rect x={left} y={height * rank + 1} width={stop * scale} height={height - 3} fill={colors.grid} />{row.map(([kind, stage, batch, start, end]) => <g key={`${kind}${stage}.${batch}`}><rect x={left + start * scale} y={height * rank + 1} width={Math.max(0.5, (end - start) * scale - 0.7)} height={height - 3} fill={kinds[kind]!.color}><title>{`${kinds[kind]!.label}, stage ${stage}, micro-batch ${batch}`}</title></rect>{(end - start) * scale > 20 && height > 20 && <text x={left + (start + end) / 2 * scale} y={height * rank + 17} text-anchor="middle" fill="#111827" font-size={11}>{batch}</text>}</g>)}</g>); }}>
-          <p class="legend">{Object.entries(kinds).filter(([kind]) => used.has(kind)).map(([kind, { label, color }]) => <span key={kind}><i class="key area" style={{ background: color }} />{label}</span>)}<span><i class="key area idle" />idle</span><span>number: micro-batch</span></p>
-        </Drawing>
-      </div></div>
-      <p class="muted">The actions as executed are not recorded; the measured bubble is the time that ranks waited for other stages in a timed step.</p>
     </>
   );
 }

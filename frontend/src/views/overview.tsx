@@ -2,7 +2,7 @@ import { type Curve, type Header, type N, now } from "../api";
 import { Chart, type ChartProps, type Mark } from "../chart";
 import * as f from "../format";
 import { Figure, Figures, Nothing } from "../parts";
-import { change, type Route } from "../route";
+import { change, rangeOf, type Route } from "../route";
 
 export interface Overview {
   header: Header; curve: Curve; figures: Record<string, N>; promise: Record<string, N>; undone: { x: N[]; y: N[]; count: number };
@@ -13,6 +13,7 @@ export function zoomOf(route: Route) {
   return {
     onZoom: (low: number | null, high: number | null) => change(route, { from: low === null ? null : Math.floor(low), to: high === null ? null : Math.ceil(high) }),
     zoomed: route.query.has("from") || route.query.has("to"),
+    range: rangeOf(route),
   };
 }
 

@@ -3,7 +3,7 @@ import { type Header, type N, type Note, useApi, viewUrl } from "../api";
 import { CardHead } from "../chart";
 import { saveCanvas, saveCsv } from "../files";
 import * as f from "../format";
-import { Drawing, Nothing, Table } from "../parts";
+import { Drawing, Nothing, Ramp, Table } from "../parts";
 import { change, link, type Route } from "../route";
 import { isDark, onTheme, ramp, theme } from "../theme";
 
@@ -130,8 +130,6 @@ function Picture({ data, metric, chosen, choose }: { data: Ranks; metric: Metric
     </section>
   );
 }
-
-function Ramp() { return <span class="ramp" aria-hidden="true">{[0, 0.2, 0.4, 0.6, 0.8, 1].map(part => <i key={part} style={{ background: ramp(part) }} />)}</span>; }
 
 function StoryCard({ run, rank, route }: { run: string; rank: number; route: Route }) {
   const { data } = useApi<Story & { header: Header }>(viewUrl(run, "rank", { rank }), story => story.header.state === "running");
