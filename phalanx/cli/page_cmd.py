@@ -6,7 +6,6 @@ import asyncio
 import signal
 import webbrowser
 from collections.abc import Callable
-from pathlib import Path
 from typing import Annotated
 
 from typer import Argument, Option
@@ -20,7 +19,13 @@ from phalanx.watch.page_server import PORT
 
 
 def watch(
-    path: Annotated[Path, Argument(metavar="RUN_DIR|FOLDER", help="Directory of a run, or a folder of runs such as runs.")],
+    path: Annotated[
+        str,
+        Argument(
+            metavar="RUN_DIR|FOLDER|URL",
+            help="Directory of a run, a folder of runs such as runs, or either in an object store: s3://…",
+        ),
+    ],
     host: Annotated[
         str, Option(help="Address to listen at. Others than loopback demand a token, which is part of the printed address.")
     ] = "127.0.0.1",
@@ -48,7 +53,7 @@ def watch(
     asyncio.run(_until_stopped(path, access, port, announce))
 
 
-async def _until_stopped(path: Path, access: Access, port: int, announce: Callable[[Served], None]) -> None:
+async def _until_stopped(path: str, access: Access, port: int, announce: Callable[[Served], None]) -> None:
     stopped, loop = asyncio.Event(), asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stopped.set)

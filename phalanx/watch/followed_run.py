@@ -10,7 +10,7 @@ import threading
 import time
 import tomllib
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,9 +52,11 @@ class Ends:
 class FollowedRun:
     """One run. Its methods may be called by several threads."""
 
-    def __init__(self, name: str, path: Path):
+    def __init__(self, name: str, path: Path, is_running: Callable[[], bool] | None = None):
+        """`is_running`: whether a run goes on that has not said that it has ended; None: the directory tells."""
         self.name = name
         self.rundir = RunDir(path)
+        self._is_running = is_running or (lambda: self.rundir.is_running)
         self.lock = threading.Lock()
         self.digest = Digest()
         self.timeline = TimelineReader(path)
@@ -138,7 +140,7 @@ class FollowedRun:
             return str(self.digest.ended["state"])
         then, state = self._state
         if time.monotonic() - then > _STATE_SECONDS:
-            state = "running" if self.rundir.is_running else "interrupted"
+            state = "running" if self._is_running() else "interrupted"
             self._state = (time.monotonic(), state)
         return state
 
@@ -245,17 +247,26 @@ class RunFolder:
         since = time.time() - _RECENT_SECONDS
         return sorted((name for name, when in changed.items() if when >= since), key=lambda name: -changed[name])[:MAX_RECENT]
 
-    def get(self, name: str) -> FollowedRun | None:
+    def get(self, name: str, *, glance: bool = False) -> FollowedRun | None:
+        """The run of a name. `glance`: for a line in a list, not to be read."""
         with self._lock:
             path = self._known().get(name)
             if path is None:
                 return None
-            run = self._runs.pop(name, None) or FollowedRun(name, path)
+            run = self._runs.pop(name, None) or self._follow_run(name, path)
             self._runs[name] = run
             total = sum(each.memory for each in self._runs.values())
             while len(self._runs) > 1 and total > _MEMORY:
                 total -= self._runs.popitem(last=False)[1].memory
             return run
+
+    def _follow_run(self, name: str, path: Path) -> FollowedRun:
+        return FollowedRun(name, path)
+
+    @property
+    def title(self) -> str:
+        """What the page calls it."""
+        return self.root.name
 
     def _known(self) -> dict[str, Path]:
         if time.monotonic() - self._looked >= _FOLDER_SECONDS:

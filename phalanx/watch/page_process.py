@@ -10,13 +10,15 @@ import select
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from phalanx.checkpointing.location import Local, open_location
 from phalanx.host.process_tree import ModuleProcess, unblock_stop_signals
 from phalanx.spec.errors import RunError
 from phalanx.watch.followed_run import RunFolder
+from phalanx.watch.mirrored_runs import mirrored
 from phalanx.watch.page_access import Access
 from phalanx.watch.page_server import PORT, PageServer
 
@@ -52,14 +54,28 @@ class Served:
         )
 
 
-async def serve(path: Path, access: Access, port: int, announce: Callable[[Served], None], until: asyncio.Event) -> None:
-    """Serve the run or the runs at a path, until the event is set. Raises RunError if that is not possible."""
-    if not path.is_dir():
-        raise RunError(f"{path} is not a folder: name a run directory, such as runs/NAME, or a folder of them, such as runs.")
-    server, found = await PageServer(RunFolder(path), access).start(port)
-    announce(Served(access.host, found, access.token, port))
-    await until.wait()
-    server.close()  # without waiting for its connections: browsers keep theirs
+async def serve(path: str, access: Access, port: int, announce: Callable[[Served], None], until: asyncio.Event) -> None:
+    """Serve the run or the runs at a path or a URL, until the event is set. Raises RunError if that is not possible."""
+    with run_folder(path) as folder:
+        server, found = await PageServer(folder, access).start(port)
+        announce(Served(access.host, found, access.token, port))
+        await until.wait()
+        server.close()  # without waiting for its connections: browsers keep theirs
+
+
+@contextlib.contextmanager
+def run_folder(path: str) -> Iterator[RunFolder]:
+    """The runs at a path, or at a URL of an object store. Raises RunError if there is no such folder."""
+    source = open_location(path)
+    if isinstance(source, Local):
+        if not source.path.is_dir():
+            raise RunError(
+                f"{path} is not a folder: name a run directory, such as runs/NAME, or a folder of them, such as runs."
+            )
+        yield RunFolder(source.path)
+        return
+    with mirrored(source) as folder:
+        yield folder
 
 
 class PageProcess:
@@ -92,7 +108,7 @@ async def _serve_path(path: Path) -> None:
         print(served.address + (f" ({served.moved})" if served.moved else ""), flush=True)
 
     try:
-        await serve(path, Access("127.0.0.1"), PORT, announce, ended)
+        await serve(str(path), Access("127.0.0.1"), PORT, announce, ended)
     except RunError as error:
         print(error, flush=True)
 

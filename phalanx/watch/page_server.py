@@ -181,9 +181,9 @@ class PageServer:
         return await asyncio.get_running_loop().run_in_executor(self._pool, compute)
 
     def _list(self) -> Response:
-        runs = [run for run in map(self.folder.get, self.folder.names) if run is not None]
+        runs = [run for name in self.folder.names if (run := self.folder.get(name, glance=True)) is not None]
         rows = sorted((run.glance() for run in runs), key=lambda row: -(row["time"] or 0.0))  # type: ignore[operator]
-        return _json({"folder": self.folder.root.name, "runs": rows}, "")
+        return _json({"folder": self.folder.title, "runs": rows}, "")
 
     async def _run(self, name: str | None) -> FollowedRun:
         """A run, read as far as there was time; the rest is read in the background."""

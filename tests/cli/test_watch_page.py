@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from commands import InProcess, Started, Workshop
+from object_store import ACCESS, Store, serve
 from watch_runs import Client, started, step, write_run
 
 
@@ -92,3 +93,31 @@ def test_a_sweep_has_one_page_of_all_its_runs(workshop: Workshop) -> None:
     assert command.wait().code == 75
     with pytest.raises(OSError):
         client.get("/api/runs")
+
+
+def test_a_run_in_an_object_store_is_served(workshop: Workshop) -> None:
+    write_run(workshop.path / "a", [started(), step(1)])
+    with serve() as store:
+        bucket = store.bucket()
+        for name in ("run.toml", "events.jsonl"):
+            if (workshop.path / "a" / name).exists():
+                put(store, bucket, f"runs/a/{name}", (workshop.path / "a" / name).read_bytes())
+        command = workshop.start("watch", f"s3://{bucket}/runs", "--port", 0, "--json", env=store.env())
+        client = Client(int(str(announced(command)["port"])))
+        command.until(lambda: client.get("/api/runs").json["runs"][0]["step"] == 1, "the first step")
+        write_run(workshop.path / "b", [started(), step(1), step(2)])
+        put(store, bucket, "runs/a/events.jsonl", (workshop.path / "b" / "events.jsonl").read_bytes())
+        overview = "/api/view?run=a&view=overview"
+        command.until(
+            lambda: client.get(overview).status == 200 and client.get("/api/runs").json["runs"][0]["step"] == 2, "step 2"
+        )
+        command.process.send_signal(signal.SIGINT)
+        assert command.wait().code == 0
+
+
+def put(store: Store, bucket: str, key: str, content: bytes) -> None:
+    import boto3
+
+    access = {"aws_access_key_id": ACCESS["AWS_ACCESS_KEY_ID"], "aws_secret_access_key": ACCESS["AWS_SECRET_ACCESS_KEY"]}
+    client = boto3.client("s3", endpoint_url=f"http://{store.address}:{store.port}", region_name="us-east-1", **access)
+    client.put_object(Bucket=bucket, Key=key, Body=content)
