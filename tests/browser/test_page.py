@@ -13,6 +13,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -221,7 +222,7 @@ def full(tmp_path: Path) -> Iterator[str]:
         actions = [Span(0.1 * at, 0.1 * at + 0.09, "work", f"{rank // 8}{'FB'[at % 2]}{at // 2}") for at in range(8)]
         for number in (298, 299, 300):
             phases = [Span(0.8, 0.9, "phase", "optimizer")]
-            writer.add(RankStep(step=number, begin=2.0 * number, seconds=0.9, spans=[*actions, *phases], calls=[]))
+            writer.add(partial(RankStep, step=number, begin=2.0 * number, seconds=0.9, spans=[*actions, *phases], calls=[]))
         writer.close()
     write_run(tmp_path / "runs" / "other", [started(), *(step(number) for number in range(1, 60))], "[train]\nbatch = 16\n")
     with serving(tmp_path / "runs") as client:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ def write_timeline(run: Path, rank: int, steps: range, *, generation: int = 0, l
     writer = TimelineWriter(run, author, keep=100)
     for number in steps:
         begin = MONOTONIC[node] + number + 0.001 * rank
-        writer.add(RankStep(step=number, begin=begin, seconds=0.95, spans=spans(node, late), calls=[]))
+        writer.add(partial(RankStep, step=number, begin=begin, seconds=0.95, spans=spans(node, late), calls=[]))
     writer.close()
 
 

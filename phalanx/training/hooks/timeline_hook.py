@@ -83,7 +83,7 @@ class TimelineHook(StepHook):
 
     def before_batch(self, step: int) -> None:
         self.enter("loading")
-        self._began = time.perf_counter()
+        self._began = self._host
 
     def before_forward(self, context: StepContext) -> None:
         self.enter("compute")
@@ -96,7 +96,7 @@ class TimelineHook(StepHook):
 
     def on_step_end(self, record: Step | StepSkipped) -> None:
         self.enter("other")
-        self._steps.append((record.step, self._began, time.perf_counter()))
+        self._steps.append((record.step, self._began, self._host))
         self._write(self.timeline.end_step())
 
     def close(self) -> None:
