@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import subprocess
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -21,7 +20,7 @@ from phalanx.comparison.comparison_report import COMPARED_STEPS, PHALANX, TOLERA
 from phalanx.comparison.step_messages import Built, Failed, Message, TakeSteps, TrainerJob, Turn, decode, encode
 from phalanx.data.dataset import open_dataset
 from phalanx.host.env import worker_env
-from phalanx.host.process_tree import kill_session, python_command
+from phalanx.host.process_tree import end_session, python_command, silent_end
 from phalanx.launch.model_check import measure
 from phalanx.planning.machine_fit import PlannedRun
 from phalanx.planning.planner import plan_run
@@ -44,8 +43,6 @@ _PACKAGES = {
 """The package that a peer needs, and how to install it."""
 _ROOM = 0.9
 """Part of the memory that all trainers together may fill, by the plan's promise for Phalanx, to stay alive at the same time."""
-_PATIENCE = 5.0
-"""Seconds for a process to end before it is killed."""
 T = TypeVar("T", bound=Message)
 
 
@@ -253,7 +250,7 @@ class _Process:
         """The next message. Raises `_TrainerFailed`."""
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
-        message = decode(line) if line.endswith("\n") else Failed(reason=self._end())
+        message = decode(line) if line.endswith("\n") else Failed(reason=silent_end(self._process, self._log))
         if isinstance(message, Failed):
             raise _TrainerFailed(message)
         assert isinstance(message, expected), message
@@ -263,28 +260,8 @@ class _Process:
         self._send(TakeSteps(steps=steps))
         return self.receive(Turn)
 
-    def _end(self) -> str:
-        """How the process ended without a word."""
-        code = self._process.wait()
-        if code == -signal.SIGKILL:
-            return "killed by SIGKILL, perhaps because the machine ran out of memory"
-        lines = self._log.read_text(errors="replace").strip().splitlines()
-        how = f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        return how + (f": {lines[-1].strip()[:120]}" if lines else "")
-
     def close(self) -> None:
-        """Ends the process, and those that compile for it. Compilers are asked first, so that they remove what they have half written:
-        torch would load it from its cache later."""
-        with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
-            os.killpg(self._process.pid, signal.SIGTERM)
-            self._process.wait(_PATIENCE)
-        kill_session(self._process.pid)
-        self._process.kill()
-        self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None:
-                with contextlib.suppress(OSError):
-                    pipe.close()
+        end_session(self._process)
 
 
 class _Contest:

@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from phalanx.host.env import python_env
 from phalanx.spec.json_value import JsonObject
@@ -21,6 +21,8 @@ from phalanx.spec.json_value import JsonObject
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 """Signals that ask the run to save and end. A process handles those of `stop_signals()`."""
 _KILL_ROUNDS, _KILL_SECONDS = 500, 0.01
+_END_SECONDS = 5.0
+"""For which a session may end by itself."""
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -55,6 +57,31 @@ def kill_session(session: int) -> None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(_KILL_SECONDS)
+
+
+def end_session(process: subprocess.Popen[Any]) -> None:
+    """End a process that leads a session, and those that compile for it. Compilers are asked first, so that they remove what they have half
+    written: torch would load it from its cache later."""
+    with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
+        os.killpg(process.pid, signal.SIGTERM)
+        process.wait(_END_SECONDS)
+    kill_session(process.pid)
+    process.kill()
+    process.wait()
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            with contextlib.suppress(OSError):
+                pipe.close()
+
+
+def silent_end(process: subprocess.Popen[Any], log: Path) -> str:
+    """How a process ended that said nothing: the signal or code, and the last line of its log."""
+    code = process.wait()
+    if code == -signal.SIGKILL:
+        return "killed by SIGKILL, perhaps because the machine ran out of memory"
+    lines = log.read_text(errors="replace").strip().splitlines()
+    how = f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    return how + (f": {lines[-1].strip()[:120]}" if lines else "")
 
 
 def _processes() -> list[int]:

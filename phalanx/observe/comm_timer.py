@@ -275,6 +275,12 @@ def message_began(work: dist.Work, sender: int, receiver: int, label: str, *, re
         COMM_TIMER.timeline.message(work, sender, receiver, label, receives=receives)
 
 
+def message_sent(work: dist.Work) -> None:
+    """A message that this rank has sent is complete, without a wait."""
+    if COMM_TIMER.timeline is not None:
+        COMM_TIMER.timeline.waited(work, COMM_TIMER.timeline.stamp())
+
+
 def span(part: str) -> AbstractContextManager[None]:
     """Attributes the time inside to one part of the step, in a step that is timed. In other steps it does nothing."""
     return nullcontext() if COMM_TIMER.clock is None else COMM_TIMER.clock.inside(part)

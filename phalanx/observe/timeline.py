@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from time import perf_counter
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -84,17 +84,16 @@ class Timeline:
         return ready
 
     def drain(self) -> StepTimes | None:
-        """What `end_step` has not returned yet."""
+        """What `end_step` has not returned yet, if it has happened by now: a device that waits for a lost rank is not waited for."""
         ready, self._unread = self._unread, None
-        if ready is not None:
-            self._accelerator.synchronize()
-        return ready
+        if ready is None or self._anchor is None:
+            return None
+        stamps = [stamp for _, stamp, *_ in ready.spans if not isinstance(stamp, float)]
+        return ready if not stamps or stamps[-1].query() else None
 
     def since(self, begin: float, times: StepTimes) -> tuple[list[Span], list[Call]]:
         """In seconds since `begin`. Any thread may call it, with the times of one step after the other."""
-
-        anchored: tuple[float, Any] = self._anchor or (0.0, None)
-        host, anchor = anchored
+        host, anchor = self._anchor or (0.0, cast(Any, None))
 
         def seconds(stamp: Any) -> float:
             return stamp - begin if isinstance(stamp, float) else float(host - begin + anchor.elapsed_time(stamp) / 1000)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import select
-import signal
 import subprocess
 import time
 from collections.abc import Sequence
@@ -15,7 +14,7 @@ from tempfile import mkdtemp
 from typing import TypeVar
 
 from phalanx.host.env import worker_env
-from phalanx.host.process_tree import kill_session, python_command
+from phalanx.host.process_tree import end_session, python_command, silent_end
 from phalanx.spec.dump import dump
 from phalanx.tuning.duel import WARM_UP, TrialFailed
 from phalanx.tuning.trial_messages import Message, Ready, TakeTurn, TrialJob, TrialLost, TrialTurn, decode, encode
@@ -25,8 +24,6 @@ _SETTLED = 3
 """The last steps of the warm-up, which are like the measured ones."""
 _COMPILING, _CACHED = 3, 0.5
 """The first steps, in which code is compiled, and the part of that time that a cache of compiled code saves."""
-_CLOSE_SECONDS = 5.0
-"""For processes to end before they are killed."""
 T = TypeVar("T", bound=Message)
 
 
@@ -90,7 +87,7 @@ class TrialProcesses:
         line = self._line(time.monotonic() + seconds)
         if line is None:
             raise TrialFailed(f"no answer within {seconds:.0f} s", timed_out=True)
-        message = decode(line) if line.endswith(b"\n") else TrialLost(reason=self._end())
+        message = decode(line) if line.endswith(b"\n") else TrialLost(reason=silent_end(self._process, self._log))
         if isinstance(message, TrialLost):
             raise TrialFailed(message.reason, out_of_memory=message.out_of_memory)
         assert isinstance(message, expected), message
@@ -111,25 +108,5 @@ class TrialProcesses:
         line, _, self._buffer = self._buffer.partition(b"\n")
         return line + b"\n"
 
-    def _end(self) -> str:
-        """How the process ended without a word."""
-        code = self._process.wait()
-        if code == -signal.SIGKILL:
-            return "killed by SIGKILL, perhaps because the machine ran out of memory"
-        lines = self._log.read_text(errors="replace").strip().splitlines()
-        how = f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        return how + (f": {lines[-1].strip()[:120]}" if lines else "")
-
     def close(self) -> None:
-        """Ends the ranks, and processes that compile for them. Compilers are asked first, so that they remove what they have half written:
-        torch would load it from its cache later."""
-        with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
-            os.killpg(self._process.pid, signal.SIGTERM)
-            self._process.wait(_CLOSE_SECONDS)
-        kill_session(self._process.pid)
-        self._process.kill()
-        self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None:
-                with contextlib.suppress(OSError):
-                    pipe.close()
+        end_session(self._process)

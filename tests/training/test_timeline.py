@@ -90,5 +90,5 @@ def test_every_collective_of_a_step_is_recorded_by_all_its_ranks(name: str, tmp_
 def test_a_planted_delay_is_named(chaos: str, phase: str, tmp_path: Path) -> None:
     run_ranks(trained, 2, tmp_path, True, chaos, 9, layout=Layout(data=2))
     late = diagnose(load_timeline(tmp_path, 3)).late[0]
-    assert (late.rank, late.phase) == (1, phase) and late.own - late.others > 0.15
-    assert late.share_of_steps > 0.8 and late.seconds > 0.1
+    assert (late.rank, late.phase) == (1, phase) and late.own > late.others
+    assert late.share_of_steps > 0.5

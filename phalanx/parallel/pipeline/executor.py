@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from phalanx import accelerator
-from phalanx.observe.comm_timer import message_began, timed_collective, wait
+from phalanx.observe.comm_timer import message_began, message_sent, timed_collective, wait
 from phalanx.parallel import overlap
 from phalanx.parallel.group import Group
 from phalanx.parallel.mesh import Mesh
@@ -313,7 +313,7 @@ class P2P:
     def send(self, message: Action, tensor: Tensor, receiver: int) -> None:
         """Begin to send. The tensor must not change until it is sent."""
         while self._sending and self._sending[0][0].is_completed():
-            self._sending.popleft()
+            message_sent(self._sending.popleft()[0])
         group = self._group(self._rank, receiver)
         tensor = group.outgoing(tensor)
         work = dist.isend(tensor, group_dst=receiver, group=group.handle)
