@@ -1,0 +1,68 @@
+"""Problems of keys that the engine of a run does not have. Called by `spec/check`. Everything that the XLA engine does not compute is here: it
+refuses it by name and ignores nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from phalanx.spec.keys import KEYS
+from phalanx.spec.run import Run
+
+TORCH = 'or set engine.name = "torch"'
+
+
+class Refusal(NamedTuple):
+    """A key that the XLA engine accepts with some values only."""
+
+    key: str
+    accepted: tuple[Any, ...]
+    """Values that mean the same as on torch, None among them if the key may be absent."""
+    why: str
+    remedy: str
+
+
+_XLA = (
+    Refusal("model.module", (None,), "has no names of dimensions for modules of your own", "use the built-in decoder"),
+    Refusal("model.config", (None,), "has no names of dimensions for models of transformers", "use the built-in decoder"),
+    Refusal("model.mtp_depth", (0,), "does not compute multi-token prediction", "remove it"),
+    Refusal("train.objective", ("next-token",), "has no reference model", "remove it"),
+    Refusal("train.sample_every", (None,), "compiles no generation", "remove it and use `phalanx generate`"),
+    Refusal("optimizer.name", ("adamw",), "has AdamW only", "remove it"),
+    Refusal("optimizer.sync_every", (1,), "updates all replicas in one program, in every step", "remove it"),
+    Refusal("lora.rank", (None,), "has no adapters", "remove [lora]"),
+    Refusal(
+        "precision.compute", (None, "fp32", "bf16"), "has no loss scale and no scaled products", 'set it to "bf16" or "fp32"'
+    ),
+    Refusal("precision.reduce", ("fp32",), "leaves sums over devices to the compiler, which takes them in fp32", "remove it"),
+    Refusal("memory.offload", ("auto", "none"), "keeps optimizer states on the devices", "remove it"),
+    Refusal("memory.activations", ("device",), "keeps activations on the devices", "remove it"),
+    Refusal("memory.loss_chunk", (None, 0), "computes the logits of a micro-batch together", "remove it"),
+    Refusal("memory.bucket_size", (None,), "leaves messages to the compiler", "remove it"),
+    Refusal("memory.compile", (None,), "compiles the whole step in any case", "remove it"),
+    Refusal("memory.cuda_graphs", (None,), "compiles the whole step in any case", "remove it"),
+    Refusal("layout.pipeline", (1,), "divides no layers among devices", "set it to 1 and raise layout.shard"),
+    Refusal("layout.expert", (1,), "divides no experts among devices", "set it to 1"),
+    Refusal("layout.expert_tensor", (1,), "divides no experts among devices", "set it to 1"),
+    Refusal("cluster.nodes", (1,), "is one process on one host", "set it to 1"),
+    Refusal("cluster.launcher", ("local",), "is one process on this host", "remove it"),
+    Refusal("checkpoint.memory_every", (None,), "keeps no copies in host memory", "remove it"),
+    Refusal("checkpoint.export_hf", (False,), "does not export while it trains", "remove it and use `phalanx export`"),
+    Refusal("watch.timeline", (False,), "is one compiled program, whose parts it does not see", "remove it"),
+)
+"""What the XLA engine lacks, in the order of the run file."""
+
+
+def engine_problems(run: Run) -> Iterator[str]:
+    """What the run's engine does not compute."""
+    if run.engine.name == "torch":
+        return
+    for refusal in _XLA:
+        value = KEYS[refusal.key].of(run)
+        if value not in refusal.accepted:
+            yield f"${refusal.key} is set, but $engine.name {refusal.why}: {refusal.remedy}, {TORCH}."
+    if run.layout.context > 1 and run.layout.context_method != "gather":
+        yield (
+            "$layout.context_method is another way to exchange keys than that of $engine.name, whose compiler gathers them: set "
+            f'layout.context_method = "gather", {TORCH}.$(layout.context)'
+        )

@@ -1,0 +1,1 @@
+"""The second engine: the same run file, models and layouts on XLA, through JAX."""

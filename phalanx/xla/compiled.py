@@ -1,0 +1,77 @@
+"""Compiles the functions of the XLA engine and says what the compiler made of them: seconds, operations and bytes of a device."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+
+from phalanx.spec.run import Run
+from phalanx.xla.forward import Arrays, Model, Tokens, summed_losses
+from phalanx.xla.train_step import StepInputs, StepResults, TrainArrays, make_step
+
+
+def use_cache(folder: Path) -> None:
+    """Compiled programs are kept in this folder, so that a resumed run does not compile again."""
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledStep:
+    """A compiled step, and what it costs each device."""
+
+    run: Callable[[TrainArrays, Tokens, StepInputs], tuple[TrainArrays, StepResults]]
+    text: str
+    """Before the compiler divided it: every product with its number formats."""
+    trace_seconds: float
+    compile_seconds: float
+    flops: float
+    """Of one device. The compiler counts a loop once: of all micro-batches it is one."""
+    argument_bytes: int
+    donated_bytes: int
+    """Of the arguments, which the results take over."""
+    temporary_bytes: int
+
+
+def compile_step(
+    model: Model, run: Run, arguments: tuple[TrainArrays, Tokens, StepInputs], *, keep_gradients: bool = False
+) -> CompiledStep:
+    """The step, compiled for arguments of these shapes."""
+    started = time.perf_counter()
+    with jax.set_mesh(model.mesh):
+        lowered = make_step(model, run, keep_gradients=keep_gradients).lower(*arguments)
+        traced = time.perf_counter()
+        compiled = lowered.compile()
+    ended = time.perf_counter()
+    memory, cost = compiled.memory_analysis(), compiled.cost_analysis()
+    return CompiledStep(
+        run=compiled,
+        text=lowered.as_text(),
+        trace_seconds=traced - started,
+        compile_seconds=ended - traced,
+        flops=float(cost.get("flops", 0.0)),
+        argument_bytes=memory.argument_size_in_bytes,
+        donated_bytes=memory.alias_size_in_bytes,
+        temporary_bytes=memory.temp_size_in_bytes,
+    )
+
+
+def measuring(model: Model) -> Any:
+    """A function to compile: the sum of the losses and the number of targets of a batch of one micro-batch, without gradients."""
+    return jax.jit(partial(_losses, model))
+
+
+def _losses(model: Model, params: Arrays, buffers: Arrays, batch: Tokens) -> tuple[jax.Array, jax.Array]:
+    fresh = {name: jnp.zeros(buffer.shape, buffer.dtype) for name, buffer in model.buffers.items() if name not in buffers}
+    inputs = jax.tree.map(lambda array: array[0], batch)
+    with torch.no_grad():
+        loss, _ = summed_losses(model, params, {**buffers, **fresh}, inputs)
+    return loss, (inputs.targets >= 0).sum()

@@ -1,0 +1,164 @@
+"""The state of the XLA engine: drawn at step 0, and as boxes of named tensors, which checkpoints write and read. Only what the devices of this
+process hold is ever made here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from jax.sharding import Sharding
+from torch import Tensor
+
+from phalanx.checkpointing.state_tensor import StateTensor
+from phalanx.models import init
+from phalanx.spec.run import Run
+from phalanx.spec.tensor_slice import Box, Index, TensorSlice
+from phalanx.xla.forward import Model
+from phalanx.xla.train_step import Shardings, TrainArrays
+
+_TORCH = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int32": torch.int32}
+_STEP = "step"
+"""Name of the count of updates, which checkpoints have once for each parameter."""
+
+
+def box_of(index: Index, whole: Sequence[int]) -> Box:
+    """The box that an index of JAX selects, whose slices may leave out their ends."""
+    bounds = [part.indices(length)[:2] for part, length in zip(index, whole, strict=True)]
+    return Box(tuple(first for first, _ in bounds), tuple(last - first for first, last in bounds))
+
+
+def initial_state(model: Model, run: Run) -> TrainArrays:
+    """The state before the first step: parameters are a function of the seed, the name and the element, so that each device's box is drawn alone."""
+    places, table = Shardings.of(model).state, init.table(model.module)
+    moments = jnp.bfloat16 if run.precision.optimizer == "bf16" else jnp.float32
+
+    def draw(name: str, index: Any) -> np.ndarray:
+        whole = model.shapes[name]
+        box = box_of(index, whole)
+        values = torch.empty(box.shape)
+        init.fill(values, run.train.seed, name, run.model, TensorSlice(whole, (box,)), table)
+        return values.numpy()
+
+    def drawn(name: str) -> jax.Array:
+        return jax.make_array_from_callback(model.shapes[name], places.params[name], lambda index: draw(name, index))
+
+    def zeros(name: str) -> jax.Array:
+        return jnp.zeros(model.shapes[name], moments, device=places.means[name])
+
+    return TrainArrays(
+        params={name: drawn(name) for name in model.shapes},
+        means={name: zeros(name) for name in model.shapes},
+        squares={name: zeros(name) for name in model.shapes},
+        buffers={
+            n: jnp.zeros(model.buffers[n].shape, model.buffers[n].dtype, device=places.buffers[n]) for n in places.buffers
+        },
+        updates=jnp.zeros((), jnp.int32, device=places.updates),
+    )
+
+
+def named_arrays(state: TrainArrays) -> dict[str, jax.Array]:
+    """The arrays of a checkpoint, by the names that the torch engine gives them."""
+    arrays = {f"model/{name}": array for name, array in (state.params | state.buffers).items()}
+    count = state.updates.astype(jnp.float32)
+    for name in state.params:
+        arrays[f"optimizer/{name}/{_STEP}"] = count
+        arrays[f"optimizer/{name}/exp_avg"] = state.means[name]
+        arrays[f"optimizer/{name}/exp_avg_sq"] = state.squares[name]
+    return arrays
+
+
+def with_arrays(state: TrainArrays, arrays: Mapping[str, jax.Array]) -> TrainArrays:
+    """The state with these arrays in place of its own; the inverse of `named_arrays`."""
+
+    def chosen(own: Mapping[str, jax.Array], name_of: Callable[[str], str]) -> dict[str, jax.Array]:
+        return {name: arrays.get(name_of(name), array) for name, array in own.items()}
+
+    updates = next((array for name, array in arrays.items() if name.endswith(f"/{_STEP}")), None)
+    return TrainArrays(
+        params=chosen(state.params, lambda name: f"model/{name}"),
+        means=chosen(state.means, lambda name: f"optimizer/{name}/exp_avg"),
+        squares=chosen(state.squares, lambda name: f"optimizer/{name}/exp_avg_sq"),
+        buffers=chosen(state.buffers, lambda name: f"model/{name}"),
+        updates=state.updates if updates is None else jax.device_put(updates.astype(jnp.int32), state.updates.sharding),
+    )
+
+
+@dataclass(slots=True)
+class DeviceBox:
+    """What one device holds of an array, as checkpoints see it: read as a tensor on the host, and written as one, which `HostBoxes` collects."""
+
+    array: jax.Array
+    box: Box
+    device: Any
+    dtype: torch.dtype
+    written: Tensor | None = field(default=None, repr=False)
+
+    def read(self, into: Tensor | None = None) -> Tensor:
+        shard = next(shard for shard in self.array.addressable_shards if shard.device == self.device)
+        values = np.array(shard.data)  # a copy: the next step takes the device's memory
+        tensor = (
+            torch.from_numpy(values.view(np.int16)).view(torch.bfloat16)
+            if self.dtype == torch.bfloat16
+            else torch.from_numpy(values)
+        )
+        return tensor if into is None else into.copy_(tensor)
+
+    def write(self, values: Tensor, /) -> None:
+        self.written = values
+
+
+class DeviceBoxes:
+    """All boxes of the state on the devices of this process, each once: of devices that hold the same box, the first has it."""
+
+    def __init__(self, arrays: Mapping[str, jax.Array]):
+        self._arrays = dict(arrays)
+        self._boxes = {name: dict(_first_holders(array)) for name, array in arrays.items()}
+
+    def by_device(self) -> list[dict[str, StateTensor]]:
+        """The state tensors of each device, in the order of the devices; each becomes a file of a checkpoint."""
+        held = {device for array in self._arrays.values() for device in _devices(array)}
+        devices = sorted(held, key=lambda device: device.id)
+        files: dict[Any, dict[str, StateTensor]] = {device: {} for device in devices}
+        for name, boxes in self._boxes.items():
+            for box in boxes.values():
+                part = TensorSlice(tuple(self._arrays[name].shape), (box.box,))
+                files[box.device][name] = StateTensor(box, part)
+        return list(files.values())
+
+    def assembled(self) -> dict[str, jax.Array]:
+        """The arrays of which every box was written, on their devices."""
+        return {
+            name: _assembled(self._arrays[name], boxes)
+            for name, boxes in self._boxes.items()
+            if all(box.written is not None for box in boxes.values())
+        }
+
+
+def _devices(array: jax.Array) -> set[Any]:
+    return set(array.sharding.device_set)
+
+
+def _first_holders(array: jax.Array) -> Iterator[tuple[Box, DeviceBox]]:
+    seen = set()
+    placed: list[Any] = sorted(array.sharding.devices_indices_map(array.shape).items(), key=lambda pair: pair[0].id)
+    for device, index in placed:
+        box = box_of(index, array.shape)
+        if box not in seen:
+            seen.add(box)
+            yield box, DeviceBox(array, box, device, _TORCH[str(array.dtype)])
+
+
+def _assembled(array: jax.Array, boxes: Mapping[Box, DeviceBox]) -> jax.Array:
+    def values(index: Any) -> np.ndarray:
+        written = boxes[box_of(index, array.shape)].written
+        assert written is not None
+        plain = written.contiguous()
+        return plain.view(torch.int16).numpy().view(jnp.bfloat16) if plain.dtype == torch.bfloat16 else plain.numpy()
+
+    where: Sharding = array.sharding
+    return jax.make_array_from_callback(array.shape, where, values)
