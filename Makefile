@@ -78,6 +78,7 @@ docs: setup
 	$(BIN)/python docs/make_history.py
 	$(BIN)/python docs/make_cli.py
 	$(BIN)/python docs/make_pictures.py
+	$(BIN)/python docs/make_cuts_picture.py
 
 # The outputs that the README and the documentation show, where they are no longer what the commands print; `PAGE=FILE`: of one page.
 outputs: setup

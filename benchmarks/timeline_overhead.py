@@ -1,10 +1,10 @@
-"""The cost of `watch.timeline`: steps with and without it, in turns, in the same processes.
+"""The cost of `watch.timeline`: steps of one trainer with and without it, in turns.
 
     python benchmarks/timeline_overhead.py [--ranks 2] [--steps 200] [RUN.toml] [key=value …]
 
-Two trainers of the same run live in the same ranks, one of them records. They take steps in the order A B B A, so that other load on the
-machine affects both. Without a run file: a small decoder on CPU ranks. Prints the ratio of the medians with a 95 % interval (bootstrap), for
-steps as rank 0 sees them.
+The recorder is taken off the trainer for two of three groups of steps, in an order that is drawn. One of these two is the control: what its
+ratio differs from 1 is the noise of the machine. A group is timed until the device has finished it. Without a run file: a small decoder on CPU ranks. Prints ratios of the medians with 95 % intervals
+(bootstrap), as rank 0 sees them.
 """
 
 from __future__ import annotations
@@ -23,32 +23,43 @@ from statistics import median
 from common import RUN, machine_load
 
 import phalanx as px
+from phalanx import accelerator
 from phalanx.observe.comm_timer import COMM_TIMER
-from phalanx.training.trainer import Trainer
+from phalanx.training.step import StepObserver
 
-WARM_UP = 10
+GROUP = 5
+"""Steps that are timed together."""
+WARM_UP = 2
+"""Groups of each kind."""
 
 
-def steps_in_turns(run: px.Run, folder: Path, steps: int) -> dict[bool, list[float]]:
-    """Seconds of steps with and without a timeline, on this rank."""
-    recorded = px.trainer(replace(run, watch=replace(run.watch, timeline=True)), checkpoints=folder / "on" / "checkpoints")
-    recorded.load_initial_weights()
-    timeline = COMM_TIMER.timeline
-    plain = Trainer(replace(recorded.run, watch=run.watch), recorded.plan, recorded.mesh, folder / "off" / "checkpoints")
-    plain.build()
-    plain.load_initial_weights()
-    seconds: dict[bool, list[float]] = {True: [], False: []}
-    for turn in range(WARM_UP + steps):
-        for on in (True, False) if turn % 2 else (False, True):
-            COMM_TIMER.timeline = timeline if on else None
-            recorded.mesh.barrier()
+def steps_in_turns(run: px.Run, folder: Path, steps: int) -> dict[str, list[float]]:
+    """Seconds per step "with" a timeline, "without", and of a "control" without one either, on this rank: one number per group of steps."""
+    trainer = px.trainer(replace(run, watch=replace(run.watch, timeline=True)), checkpoints=folder / "checkpoints")
+    trainer.load_initial_weights()
+    timeline, observer, recorder = COMM_TIMER.timeline, trainer.stepper.observer, trainer._timeline
+    assert timeline is not None and recorder is not None
+    device = accelerator.of(trainer.mesh.device)
+    seconds: dict[str, list[float]] = {"with": [], "without": [], "control": []}
+    dice = random.Random(0)  # the same order on all ranks
+    for turn in range(WARM_UP + -(-steps // GROUP)):
+        for kind in dice.sample(list(seconds), len(seconds)):
+            trainer.hooks.remove(recorder)
+            COMM_TIMER.timeline, trainer.stepper.observer = None, StepObserver()
+            if kind == "with":
+                trainer.hooks.add(recorder)
+                COMM_TIMER.timeline, trainer.stepper.observer = timeline, observer
+            trainer.mesh.barrier()
+            device.synchronize()
             begin = time.perf_counter()
-            (recorded if on else plain).step()
+            for _ in range(GROUP):
+                trainer.step()
+            device.synchronize()
             if turn >= WARM_UP:
-                seconds[on].append(time.perf_counter() - begin)
-    COMM_TIMER.timeline = timeline
-    recorded.close()
-    plain.close()
+                seconds[kind].append((time.perf_counter() - begin) / GROUP)
+            if kind != "with":
+                trainer.hooks.add(recorder)
+    trainer.close()
     return seconds
 
 
@@ -77,12 +88,13 @@ def main() -> None:
         run = px.load(path, overrides=settings)
         seconds = steps_in_turns(run, Path(name), args.steps)
     if os.environ.get("RANK", "0") == "0":
-        on, off = median(seconds[True]), median(seconds[False])
-        low, high = interval(seconds[True], seconds[False])
-        print(
-            f"{args.ranks} ranks {' '.join(settings)}: with a timeline {1e3 * on:.2f} ms, without {1e3 * off:.2f} ms per step (medians of "
-            f"{args.steps}): {100 * (on / off - 1):+.2f} % ({100 * (low - 1):+.2f} to {100 * (high - 1):+.2f} %; {machine_load()})"
-        )
+        off = median(seconds["without"])
+        shown = [f"{1e3 * off:.2f} ms per step without a timeline"]
+        for kind in ("with", "control"):
+            low, high = interval(seconds[kind], seconds["without"])
+            ratio = median(seconds[kind]) / off
+            shown.append(f"{kind} {100 * (ratio - 1):+.2f} % ({100 * (low - 1):+.2f} to {100 * (high - 1):+.2f} %)")
+        print(f"{args.ranks} ranks {' '.join(settings)}: {', '.join(shown)}; {args.steps} steps of each; {machine_load()}")
 
 
 if __name__ == "__main__":

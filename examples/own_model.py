@@ -11,14 +11,6 @@ from torch import Tensor, nn
 
 # Shapes: B batch, S sequence, D width, V vocabulary.
 
-AXES = {
-    "embed.weight": ("vocab", "model"),
-    "blocks.*.into.weight": ("inner", "model"),
-    "blocks.*.out.weight": ("model", "inner"),
-    "*norm.weight": ("model",),
-}
-"""Parameter-name pattern to the names of its dimensions. The first match counts, and every parameter must match a pattern."""
-
 INITIAL = {
     "*norm.weight": "ones",
     "blocks.*.out.weight": "residual",

@@ -42,11 +42,31 @@ DEEPSEEK = SIZES | {
     "v_head_dim": 10,
     "num_nextn_predict_layers": 0,
 }
+GEMMA = SIZES | {"head_dim": 16, "sliding_window": 7, "query_pre_attn_scalar": 16, "pad_token_id": None}
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", SIZES | {"rope_theta": 10000.0}),
     "llama-tied": ("Llama", SIZES | {"tie_word_embeddings": True, "head_dim": 16}),
     "llama-3.1": ("Llama", SIZES | {"rope_theta": 5000.0, "rope_scaling": LLAMA3, "head_dim": 16}),
     "mistral": ("Mistral", SIZES | {"sliding_window": None}),
+    "mistral-window": ("Mistral", SIZES | {"sliding_window": 7}),
+    "qwen2": ("Qwen2", SIZES | {"rope_theta": 1e6, "tie_word_embeddings": True}),
+    "qwen2-window": ("Qwen2", SIZES | {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}),
+    "qwen3-window": (
+        "Qwen3",
+        SIZES | {"use_sliding_window": True, "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    ),
+    "gemma2": ("Gemma2", GEMMA | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0, "query_pre_attn_scalar": 20}),
+    "gemma2-long": ("Gemma2", GEMMA | {"num_hidden_layers": 4, "sliding_window": 512}),
+    "gemma3": (
+        "Gemma3",
+        GEMMA | {"rope_theta": 5e4, "rope_local_base_freq": 100.0, "rope_scaling": {"rope_type": "linear", "factor": 4.0}, "sliding_window_pattern": 3},
+    ),
+    "gemma3-untied": ("Gemma3", GEMMA | {"tie_word_embeddings": False, "final_logit_softcapping": 3.0, "query_pre_attn_scalar": 7}),
+    "phi3": ("Phi3", SIZES | {"pad_token_id": None, "original_max_position_embeddings": 512}),
+    "phi3-window": (
+        "Phi3",
+        SIZES | {"pad_token_id": None, "original_max_position_embeddings": 512, "sliding_window": 9, "partial_rotary_factor": 0.75, "tie_word_embeddings": True},
+    ),
     "qwen3": ("Qwen3", SIZES | {"rope_theta": 1e6, "head_dim": 12, "tie_word_embeddings": True}),
     "qwen3-yarn": ("Qwen3", SIZES | {"rope_theta": 1e4, "head_dim": 16, "rope_scaling": YARN}),
     "gpt2": ("GPT2", {"vocab_size": VOCAB, "n_positions": 96, "n_embd": 48, "n_layer": 3, "n_head": 4, "bos_token_id": 0, "eos_token_id": 0}),
@@ -58,6 +78,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "mixtral": ("Mixtral", SIZES | {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "mixtral-window": ("Mixtral", SIZES | {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 11}),
     "qwen3-moe": (
         "Qwen3Moe",
         SIZES | {"head_dim": 12, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True},
@@ -66,15 +87,20 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek-no-q-rank": ("DeepseekV3", DEEPSEEK | {"q_lora_rank": None, "norm_topk_prob": False}),
     "deepseek-yarn": ("DeepseekV3", DEEPSEEK | {"rope_scaling": YARN | {"mscale": 0.8, "mscale_all_dim": 1.2}}),
 }  # fmt: skip
-"""The six families, and variants of them: tied heads, grouped queries, stretched contexts, queries without a rank."""
+"""The families, and variants of them: tied heads, grouped queries, stretched contexts, windows, queries without a rank."""
 SIX = ("llama", "qwen3", "qwen3-moe", "mixtral", "gpt2", "deepseek")
+
+
+def config_class(family: str) -> Any:
+    transformers = pytest.importorskip("transformers")
+    return getattr(transformers, "Gemma3TextConfig" if family == "Gemma3" else f"{family}Config")
 
 
 def make(name: str, **changes: Any) -> Any:
     """A transformers model with weights larger than initial ones, so that every part of it tells."""
     transformers = pytest.importorskip("transformers")
     family, values = CONFIGS[name]
-    config = getattr(transformers, f"{family}Config")(**values | changes)
+    config = config_class(family)(**values | changes)
     suffix = "LMHeadModel" if family == "GPT2" else "ForCausalLM"
     model = getattr(transformers, f"{family}{suffix}")(config).eval()
     dice = torch.Generator().manual_seed(1)

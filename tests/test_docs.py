@@ -55,6 +55,12 @@ def test_the_picture_of_the_readme_shows_what_the_command_prints() -> None:
     assert words(pictures.FILE.read_text()) == words(pictures.text()), "run `make docs`"
 
 
+def test_the_picture_of_a_layer_is_up_to_date() -> None:
+    picture = script("make_cuts_picture")
+    assert "(images/layer-cuts.svg)" in (ROOT / "docs" / "any-model.md").read_text()
+    assert picture.FILE.read_text() == picture.text(), "run `make docs`"
+
+
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_the_run_files_of_a_page_are_valid(page: Path) -> None:
     """A part of a run file is completed; weights and tokenizers of elsewhere are taken for a preset and bytes."""

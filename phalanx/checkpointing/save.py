@@ -11,9 +11,9 @@ import math
 import mmap
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ from phalanx.events.records import Event, Saved, SaveFailed, Warned
 from phalanx.spec.errors import PhalanxError
 
 _POLL = 0.02  # seconds between two checks whether all ranks have written
+T = TypeVar("T")
 _PATIENCE = 10.0  # seconds that a run which ends by a failure still waits for the other ranks
 
 
@@ -56,6 +57,15 @@ class Ranks(Protocol):
 
     def store_set(self, key: str, text: str, /) -> None: ...
     def store_get(self, key: str, /) -> str: ...
+
+
+State = Mapping[str, Tensor | StateTensor]
+"""Of a process or of one of its devices, by name."""
+
+
+def parts_of(tensors: Mapping[str, T] | Sequence[Mapping[str, T]]) -> Sequence[Mapping[str, T]]:
+    """The state of each device of this process; the torch engine has one."""
+    return [tensors] if isinstance(tensors, Mapping) else tensors
 
 
 class Ballot:
@@ -269,8 +279,8 @@ class _Save:
 
     step: int
     partial: Location
-    file: RankFile
-    values: Callable[[], Chunks]
+    files: Sequence[tuple[RankFile, Callable[[], Chunks]]]
+    """Each with its values."""
     metadata: RunMetadata
     ballot: Ballot
     started: float
@@ -294,15 +304,17 @@ class Saver:
         self._closed_at = math.inf
         self._stall = 0.0
 
-    def prepare(self, tensors: Mapping[str, Tensor | StateTensor]) -> None:
+    def prepare(self, tensors: State | Sequence[State]) -> None:
         """Allocate, in the background, the memory for asynchronous saves of this state."""
-        self._staging.prepare(written_boxes(as_state_tensors(tensors)))
+        (part,) = parts_of(tensors)
+        self._staging.prepare(written_boxes(as_state_tensors(part)))
 
     def save(
-        self, step: int, tensors: Mapping[str, Tensor | StateTensor], metadata: RunMetadata | None = None, *, wait: bool
+        self, step: int, tensors: State | Sequence[State], metadata: RunMetadata | None = None, *, wait: bool
     ) -> list[Event]:
         """Start a save of the current state; all ranks call it together. With `wait`, also complete it, without a copy of the state.
-        Otherwise call `release` before the state changes.
+        Otherwise call `release` before the state changes. A process with several devices gives the state of each, and waits: a file
+        for each is written from it.
 
         Returns the events of saves that have ended by now: the previous one and, if it could not start or was waited for, this one.
         """
@@ -313,13 +325,18 @@ class Saver:
             self.last = begun
             return [*ended, begun]
         partial, ballot = begun
-        state = as_state_tensors(tensors)
-        boxes = written_boxes(state)
-        no_copy = None if wait else self._staging.begin(boxes)
+        states = [as_state_tensors(part) for part in parts_of(tensors)]
+        boxes = [written_boxes(state) for state in states]
+        assert wait or len(boxes) == 1, "only the state of a single device is copied"
+        no_copy = None if wait else self._staging.begin(boxes[0])
         direct = wait or no_copy is not None
-        values: Callable[[], Chunks] = (lambda: live_bytes(boxes)) if direct else self._staging.chunks
-        file = rank_file(self._ranks, state, boxes)
-        save = _Save(step, partial, file, values, metadata or RunMetadata(), ballot, started, direct, no_copy)
+        values = [_live_values(own) if direct else self._staging.chunks for own in boxes]
+        files = [
+            rank_file(self._ranks, state, own, (part, len(states)))
+            for part, (state, own) in enumerate(zip(states, boxes, strict=True))
+        ]
+        pairs = list(zip(files, values, strict=True))
+        save = _Save(step, partial, pairs, metadata or RunMetadata(), ballot, started, direct, no_copy)
         self._stall = time.perf_counter() - started
         self._thread = threading.Thread(target=self._write, args=(save,), name=f"save of step {step}", daemon=True)
         self._thread.start()
@@ -352,9 +369,10 @@ class Saver:
             )
         first_byte = time.perf_counter()
         try:
-            save.values()  # waits for the copy
+            if not save.waited:
+                save.files[0][1]()  # waits for the copy
             first_byte = time.perf_counter()
-            size = write_rank_file(save.partial, save.file, save.values)
+            size = sum(write_rank_file(save.partial, file, values) for file, values in save.files)
         except BaseException as error:
             failure = failure_text(error)
             save.ballot.fail(failure)
@@ -385,7 +403,7 @@ class Saver:
                 raise TimeoutError("not all ranks have written their parts")
             if (failures := save.ballot.failures()) is not None:
                 return failures
-            directory.commit(save.partial, save.step, save.metadata, self._ranks.ranks)
+            directory.commit(save.partial, save.step, save.metadata, self._ranks.ranks * len(save.files))
         except BaseException as error:
             return f"rank 0: {failure_text(error)}"
         return None
@@ -433,7 +451,14 @@ class Saver:
         self._staging.close()
 
 
-def rank_file(ranks: Ranks, state: Mapping[str, StateTensor], boxes: list[WrittenBox]) -> RankFile:
-    """This rank's file of a checkpoint of `state`, of which it writes `boxes`."""
-    names = {name: tensor.whole_bytes for name, tensor in state.items()} if ranks.is_stage_leader else None
-    return RankFile(ranks.rank, ranks.ranks, [box.saved for box in boxes], ranks.stage, names)
+def _live_values(boxes: list[WrittenBox]) -> Callable[[], Chunks]:
+    return lambda: live_bytes(boxes)
+
+
+def rank_file(
+    ranks: Ranks, state: Mapping[str, StateTensor], boxes: list[WrittenBox], part: tuple[int, int] = (0, 1)
+) -> RankFile:
+    """This rank's file of a checkpoint of `state`, of which it writes `boxes`. `part`: which of the rank's files, and how many each rank has."""
+    index, parts = part
+    names = {name: tensor.whole_bytes for name, tensor in state.items()} if ranks.is_stage_leader and not index else None
+    return RankFile(ranks.rank * parts + index, ranks.ranks * parts, [box.saved for box in boxes], ranks.stage, names)

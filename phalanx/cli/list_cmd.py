@@ -21,14 +21,36 @@ from phalanx.planning.machines.catalogue import KINDS, entries, named_gpu
 from phalanx.planning.machines.hardware import hardware
 from phalanx.spec import schema as run_schema
 from phalanx.spec.errors import RunError, quote
+from phalanx.spec.load import load
 from phalanx.spec.model import PRESETS
 from phalanx.spec.run import TOKENIZER_VOCAB, Cluster, Run
 
 _STATE_BYTES = 16  # per parameter in training: weight, gradient and two Adam moments in fp32
 
 
-def models(json: AsJson = False) -> None:
-    """List the model presets with their size and cost."""
+def models(
+    overrides: Annotated[list[str] | None, Argument(help="--axes: settings that override the run file.")] = None,
+    axes: Annotated[
+        Path | None,
+        Option(
+            metavar="RUN.toml",
+            help="Show how tensor ranks divide the model of a run file instead, inferred from its own graph: layout.tensor of them, or 2.",
+        ),
+    ] = None,
+    json: AsJson = False,
+) -> None:
+    """List the model presets with their size and cost; with --axes, how tensor ranks divide a model."""
+    if axes is not None:
+        from phalanx.launch.model_check import inferred_cuts
+
+        found = inferred_cuts(load(axes, overrides or []))
+        console.print(found.text, markup=False, soft_wrap=True)
+        finish(json, found.plan)
+        return
+    if overrides:
+        raise RunError(
+            f"{quote(overrides[0])} belongs to `phalanx models --axes RUN.toml`: `phalanx models` lists all presets."
+        )
     rows, cells = [], []
     for name, preset in PRESETS.items():
         spec = replace(preset, vocab=preset.vocab or TOKENIZER_VOCAB["byte"])

@@ -112,7 +112,8 @@ def train(
         raise typer.Exit(_train_as_job(run, run_file.stem, request, chaos, dry_run=dry_run, json=json))
     if dry_run:
         raise typer.Exit(_show_only(run, run_file.stem, request, json=json))
-    raise typer.Exit(_train(run, run_file.stem, request, chaos, json=json))
+    train_on = _train_on_xla if run.engine.name == "xla" else _train
+    raise typer.Exit(train_on(run, run_file.stem, request, chaos, json=json))
 
 
 def _sweep(
@@ -161,6 +162,44 @@ def _train(run: Run, name: str, request: Request, chaos: str, *, json: bool) -> 
         console.print(_NOT_SAVED, style="yellow", soft_wrap=True)
     finish(json, summary.to_json(prepared.rundir.path) | ({"error": [job.failure.reason]} if job.failure else {}))
     return job.exit_code or 0
+
+
+def _train_on_xla(run: Run, name: str, request: Request, chaos: str, *, json: bool) -> int:
+    """Trains in this process, on all devices that JAX sees; returns the exit code."""
+    from phalanx.worker import xla_program
+
+    if chaos:
+        raise RunError('--chaos injects faults into ranks of the torch engine: remove it, or set engine.name = "torch".')
+    xla_program.check_installed()
+    with tokenizing(console) as progress:
+        prepared = prepare(run, name, request, progress=progress)
+    run, rundir = prepared.run, prepared.rundir
+    view = display(console, run.steps, run.watch.log_every, live=console.is_terminal)
+    console.print(f"run directory {rundir.path}{' (resumed)' if prepared.resumes else ''}", style="dim")
+    log, sinks = EventLog(rundir.events_file), SinkProcess.of(run, rundir)
+    try:
+        for event in first_events(prepared):
+            view.show(log.emit(event))
+        code = xla_program.train(run, prepared.plan, rundir, lambda event: view.show(log.emit(event)))
+    except PhalanxError as error:
+        print_error(error)  # the message suffices
+        code = 1
+    except Exception:
+        traceback.print_exc()
+        code = 1
+    finally:
+        view.close()
+        log.close()
+        rundir.release()  # as for everybody who looks, the run is over
+        if sinks is not None:
+            sinks.close()
+    summary = print_summary(rundir)
+    if code == RESUMABLE:
+        console.print("Stopped and saved. To resume, run the same command again.", style="yellow", soft_wrap=True)
+    elif code == NOT_SAVED:
+        console.print(_NOT_SAVED, style="yellow", soft_wrap=True)
+    finish(json, summary.to_json(rundir.path))
+    return code
 
 
 def _show_only(run: Run, name: str, request: Request, *, json: bool) -> int:

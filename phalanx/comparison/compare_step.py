@@ -109,7 +109,7 @@ def compare(
         rounds=settings.rounds,
         warmup=settings.warmup,
         flops=plan.flops_per_token,
-        causal_flops=spec.flops_per_token(length, causal=True) if spec.module is None else None,
+        causal_flops=spec.flops_per_token(length, causal=True) if spec.is_builtin else None,
         peaks=_peaks(run, plan, machine),
         load=os.getloadavg()[0],
         results=tuple(entry.result() for entry in entries.values()),
@@ -156,7 +156,7 @@ def bench_run(run: Run, machine: Machine, settings: ComparisonSettings) -> Plann
 def _model_name(run: Run) -> str:
     spec = run.model
     shape = f"{spec.dim} × {spec.layers} layers"
-    return spec.module or (f"{spec.preset}, {shape}" if spec.preset else shape)
+    return spec.module or (spec.custom_key if spec.config else None) or (f"{spec.preset}, {shape}" if spec.preset else shape)
 
 
 def _absent(name: str) -> str | None:

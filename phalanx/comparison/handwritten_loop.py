@@ -159,7 +159,8 @@ def chunk_loss(states: Tensor, head: Tensor, targets: Tensor) -> Tensor:
 
 def supported(spec: ModelSpec) -> bool:
     """Whether the model is a Llama, or Qwen3's dense variant."""
-    plain = spec.module is None and spec.mla is None and spec.moe is None and not spec.mtp_depth and not spec.bias
+    plain = spec.is_builtin and spec.mla is None and spec.moe is None and not spec.mtp_depth and not spec.bias
+    plain = plain and not spec.variations
     scaled = spec.rope_scaling is None or spec.rope_scaling.kind == "llama3"
     return plain and scaled and (spec.norm, spec.activation, spec.positions) == ("rms", "swiglu", "rope")
 

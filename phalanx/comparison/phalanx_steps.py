@@ -32,12 +32,12 @@ class PhalanxSteps:
         self._trainer.load_initial_weights()
         self._events = self._trainer.train()
         self.version, self.compute = __version__, str(plan.compute)
-        memory = run.memory
+        memory, chunk = run.memory, getattr(self._trainer.sharded.loss, "chunk", None)
         formats = {param.dtype for param in self._trainer.model.parameters() if param.ndim > 1}
         words = [
             "fp32 weights" if formats == {torch.float32} else "16-bit weights, fp32 master weights",
             "blocks compiled" if memory.compile else "not compiled",
-            "logits of all tokens" if not memory.loss_chunk else f"loss in chunks of {memory.loss_chunk:,}",
+            "logits of all tokens" if not chunk else f"loss in chunks of {chunk:,}",
             "documents masked" if run.data.document_mask else "documents not masked",
         ]
         words += [f"{memory.recompute} recomputation"] if memory.recomputes else []

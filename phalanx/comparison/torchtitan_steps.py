@@ -83,10 +83,16 @@ def _summed(logits: Tensor, targets: Tensor) -> Tensor:
 def _unsupported(spec: ModelSpec) -> str | None:
     """Why torchtitan's Llama 3 cannot express a model; None if it can."""
     rules = {
-        "has no such blocks": spec.module is not None or spec.mla is not None or spec.moe is not None or spec.mtp_depth > 0,
-        "has RMS norms, SwiGLU, rotary positions and no biases": (spec.norm, spec.activation, spec.positions, spec.bias)
+        "has no such blocks": not spec.is_builtin or spec.mla is not None or spec.moe is not None or spec.mtp_depth > 0,
+        "has RMS norms, SwiGLU, rotary positions and no biases": (
+            spec.norm,
+            spec.activation,
+            spec.positions,
+            spec.bias,
+        )
         != ("rms", "swiglu", "rope", False),
         "does not normalize queries and keys": spec.qk_norm,
+        f"has no {' and '.join(spec.variations)}": bool(spec.variations),
         "does not tie embedding and head": spec.tied,
         "has heads of dim / heads": spec.head * spec.heads != spec.dim,
         "does not scale rotary frequencies by YaRN": spec.rope_scaling is not None and spec.rope_scaling.kind != "llama3",

@@ -246,6 +246,8 @@ def _line(event: Event) -> tuple[str, str] | None:
             return f"training {of}{count(event.parameters)} parameters on {ranks} in {event.compute}, {work}", "bold"
         case records.HostsChecked():
             return _hosts_line(event), "green" if not event.rejected else "yellow"
+        case records.StepCompiled():
+            return _compiled(event), "dim"
         case records.WeightsLoaded():
             return f"loaded initial weights from {event.path} in {duration(event.seconds)}", "green"
         case StepSkipped():
@@ -285,9 +287,7 @@ def _line(event: Event) -> tuple[str, str] | None:
         case records.Recovered():
             return f"recovered in {duration(event.seconds)}: {_recovery(event)}", "green"
         case records.Rewound():
-            first, end = event.skipped_samples
-            where = f"from step {event.step} to step {event.to_step}"
-            return f"rolled back {where}; sequences {first} to {end - 1} are skipped", "yellow"
+            return _rolled_back(event), "yellow"
         case records.StrangerRefused():
             total = f" ({event.count} in all)" if event.count > 1 else ""
             return f"node {event.node} refused a connection from {event.address}{total}: {event.reason}", "yellow"
@@ -303,6 +303,16 @@ def _recovery(event: records.Recovered) -> str:
     lost = f", {event.steps_lost} step{'s' if event.steps_lost > 1 else ''} to repeat" if event.steps_lost else ""
     source = _SOURCES.get(event.source, "step 0")
     return f"{action}; {event.ranks} ranks continue after step {event.step} from {source}{lost}"
+
+
+def _rolled_back(event: records.Rewound) -> str:
+    first, end = event.skipped_samples
+    return f"rolled back from step {event.step} to step {event.to_step}; sequences {first} to {end - 1} are skipped"
+
+
+def _compiled(event: records.StepCompiled) -> str:
+    needs = f"{size(event.arguments)} of state and batch and {size(event.temporary)} more on each device"
+    return f"compiled in {duration(event.seconds)}: {needs}"
 
 
 def _hosts_line(event: records.HostsChecked) -> str:

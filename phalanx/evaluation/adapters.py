@@ -14,15 +14,16 @@ from torch import Tensor
 from phalanx.checkpointing import directory
 from phalanx.checkpointing.base_digest import check_base
 from phalanx.checkpointing.find_checkpoint import FoundCheckpoint, find
-from phalanx.checkpointing.hf_folder import WeightsFolder
 from phalanx.checkpointing.restore import CheckpointReader
 from phalanx.models import hf_mapping, init
-from phalanx.models.custom import axes
+from phalanx.models.custom import axes_of
 from phalanx.spec import hf_config
 from phalanx.spec.adapted_layers import A, B
+from phalanx.spec.model import ModelSpec
 from phalanx.spec.origin import origin_folder
 from phalanx.spec.run import Run
 from phalanx.spec.tensor_slice import Box, TensorSlice
+from phalanx.training.hf_weights import open_weights
 from phalanx.transforms.quantize import quantized_matrices, rounded
 
 _BLOCK = 64 << 20
@@ -71,12 +72,14 @@ class MergedWeights:
         self._saved, self._scale, self._format = saved, run.lora.scale, run.lora.base
         model = init.build(run.model)
         self._shapes = {f"model/{name}": tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-        self._quantized = {f"model/{name}" for name in quantized_matrices(model, axes(run.model.module))}
+        self._quantized = {f"model/{name}" for name in quantized_matrices(model, axes_of(model))}
         self._initial, self._seed, self._spec = init.table(model), run.train.seed, run.model
         source, self._base = checked_base(found), None
         if source is not None:
             folder = origin_folder(source)
-            self._base = _FolderWeights(folder) if hf_config.is_folder(folder) else CheckpointReader(find(folder).checkpoint)
+            self._base = (
+                _FolderWeights(folder, run.model) if hf_config.is_folder(folder) else CheckpointReader(find(folder).checkpoint)
+            )
 
     def shape(self, name: str) -> tuple[int, ...] | None:
         return self._shapes.get(name)
@@ -118,9 +121,9 @@ class MergedWeights:
 class _FolderWeights:
     """The weights of a Hugging Face folder under our names."""
 
-    def __init__(self, folder: Path):
-        self._files = WeightsFolder(folder)
-        self._entries = {f"model/{entry.name}": entry for entry in hf_mapping.match(self._files, hf_config.model_spec(folder))}
+    def __init__(self, folder: Path, model: ModelSpec):
+        self._files, _, table = open_weights(folder, model)
+        self._entries = {f"model/{entry.name}": entry for entry in table}
 
     def shape(self, name: str) -> tuple[int, ...] | None:
         return self._entries[name].shape if name in self._entries else None

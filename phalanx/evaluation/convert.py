@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -30,7 +31,7 @@ from phalanx.models import hf_mapping
 from phalanx.models.decoder import Decoder
 from phalanx.models.hf_mapping import Entry
 from phalanx.models.init import build, reset_buffers
-from phalanx.spec import hf_config, hf_config_write
+from phalanx.spec import config_text, hf_config, hf_config_write
 from phalanx.spec.dump import dump
 from phalanx.spec.errors import RunError, RunFailed
 from phalanx.spec.hub import model_folder
@@ -38,6 +39,7 @@ from phalanx.spec.model import ModelSpec
 from phalanx.spec.run import TOKENIZER_VOCAB, Data, Run
 from phalanx.spec.safetensors_index import SIZES
 from phalanx.spec.sources import TOKENIZER_FILE
+from phalanx.training.hf_weights import open_weights
 from phalanx.transforms import fp8
 from phalanx.transforms.precision import computing
 
@@ -85,9 +87,7 @@ def import_folder(folder: Path, out: Path) -> Converted:
     folder = model_folder(str(pin_model(folder, HF_FOLDER)))
     if not folder.is_dir():
         raise RunError(f"{folder} is not a folder: name one with config.json and weights in safetensors.")
-    spec = hf_config.model_spec(folder)
-    files = WeightsFolder(folder)
-    table = hf_mapping.match(files, spec)
+    files, spec, table = open_weights(folder)
     notes = _notes_of_import(folder, spec)
     tokenizer_files = [folder / name for name in sorted(_TOKENIZER_FILES) if (folder / name).is_file()]
     has_tokenizer = (folder / "tokenizer.json").is_file()
@@ -153,7 +153,7 @@ def export_checkpoint(
     tensors = {part.hf_name: (part.shape, formats[entry.name]) for entry in table for part in entry.parts}
     copies = hf_mapping.copies(spec)
     tensors |= {copy: tensors[original] for copy, original in copies.items()}
-    written = _format_name(formats["embed.weight"])
+    written = _format_name(formats[table[0].name])
     tokenizer_files, special, notes = _tokenizer_files(run, found.tokenizer)
     if spec.mtp_depth and family != "deepseek_v3":
         notes.append(
@@ -185,7 +185,7 @@ def _export(entry: Entry, saved: SavedWeights, writer: WeightsWriter, copies: li
             values = saved.read(name, first, last)
             for part in entry.parts[first:last]:
                 assert part.expert is not None
-                writer.write(part.hf_name, hf_mapping.to_hf(part, values[part.expert - first]))
+                writer.write(part.hf_name, hf_mapping.to_hf(part, values[part.expert - first]), part.rows[0])
         return
     (part,) = entry.parts
     # Rows of a transposed tensor are columns of theirs, so that it is converted whole.
@@ -304,7 +304,7 @@ def compare(folder: Path, reference: ReferenceLogits) -> Match:
     scale = answer_KV.abs().max().clamp(min=torch.finfo(torch.float32).tiny)
     worst_K, tokens_K = ((reference.logits_KV - answer_KV).abs() / scale).nan_to_num(torch.inf).max(1)
     rounding_K = ((rounded_KV - exact_KV).abs() / scale).amax(1)
-    decisive = math.ceil((1.0 if hf_config.model_spec(folder).moe is None else AGREEING) * len(worst_K)) - 1
+    decisive = math.ceil((AGREEING if _has_experts(folder) else 1.0) * len(worst_K)) - 1
     place = int(worst_K.argsort()[decisive])
     return Match(
         opened=opened,
@@ -318,12 +318,12 @@ def compare(folder: Path, reference: ReferenceLogits) -> Match:
 
 def _ours(folder: Path, reference: ReferenceLogits) -> tuple[Tensor, Tensor]:
     """The logits of our own model with the folder's weights, in fp32 and in the format of the reference."""
-    spec, files = hf_config.model_spec(folder), WeightsFolder(folder)
-    table = hf_mapping.match(files, spec)
+    files, spec, table = open_weights(folder)
     model = build(spec)
-    assert isinstance(model, Decoder)
     exact = rounded = reference.tokens_S[None]
     positions = torch.arange(exact.shape[1])[None]
+    if not isinstance(model, Decoder):
+        return _of_transformers(model, table, files, reference)
     for index in range(spec.layers):
         part = model.part(index, index + 1).eval().to_empty(device=_CPU)
         reset_buffers(part)
@@ -338,6 +338,27 @@ def _ours(folder: Path, reference: ReferenceLogits) -> tuple[Tensor, Tensor]:
         part.to_empty(device=torch.device("meta"))  # frees the block's memory
     exact_KV = exact[0, reference.positions_K].float()
     return exact_KV, exact_KV if reference.compute == "fp32" else rounded[0, reference.positions_K].float()
+
+
+def _of_transformers(
+    model: Any, table: tuple[Entry, ...], files: WeightsFolder, reference: ReferenceLogits
+) -> tuple[Tensor, Tensor]:
+    """The same of a model of transformers, whose layers are not known apart: all of it at once."""
+    model.to_empty(device=_CPU).eval()
+    reset_buffers(model)
+    hf_mapping.fill(dict(model.state_dict()), table, files.rows)
+    tokens = reference.tokens_S[None]
+    positions = torch.arange(tokens.shape[1])[None]
+    exact_KV = model(tokens, positions)[0, reference.positions_K].float()
+    if reference.compute == "fp32":
+        return exact_KV, exact_KV
+    with computing(reference.compute, _CPU):
+        return exact_KV, model(tokens, positions)[0, reference.positions_K].float()
+
+
+def _has_experts(folder: Path) -> bool:
+    spec = config_text.model_of(folder)
+    return spec.moe is not None or (spec.config is not None and '_experts"' in spec.config)
 
 
 def _theirs(folder: Path, reference: ReferenceLogits) -> Tensor:

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from phalanx import accelerator
 from phalanx.checkpointing.directory import DamagedCheckpoint
 from phalanx.checkpointing.find_checkpoint import FoundCheckpoint, find, is_url, path_or_url, pin_model
-from phalanx.checkpointing.hf_folder import WeightsFolder
 from phalanx.checkpointing.restore import load as load_tensors
 from phalanx.data.chat_turns import GENERATION_CONFIG
 from phalanx.data.tokenizer import Tokenizer, open_tokenizer
@@ -31,6 +30,7 @@ from phalanx.spec.load import loads
 from phalanx.spec.model import ModelSpec
 from phalanx.spec.plan import Plan
 from phalanx.spec.run import Data, Run, Train
+from phalanx.training.hf_weights import open_weights
 
 _BATCH = 8  # if no plan gives the micro-batch of training
 
@@ -149,9 +149,7 @@ def _stops(folder: Path | None, tokenizer: Tokenizer) -> frozenset[int]:
 
 
 def _open_folder(path: Path, device: torch.device) -> Opened:
-    spec = hf_config.model_spec(path)
-    files = WeightsFolder(path)
-    table = hf_mapping.match(files, spec)
+    files, spec, table = open_weights(path)
     tokenizer, data = tokenizer_of(path)
     run = run_for(spec, data, path)
     model = _empty(run, device)

@@ -102,6 +102,21 @@ class ModelPlaced(Event):
     """Optimizer states in files."""
 
 
+class StepCompiled(Event):
+    """The XLA engine has compiled its step: once per launch, before the first step."""
+
+    seconds: float
+    """Of tracing and compiling."""
+    flops: float
+    """Of one device in one micro-batch, as the compiler counts them."""
+    arguments: int
+    """Bytes of state and batch on one device; so are the next two."""
+    donated: int
+    """Of these, what the new state takes over."""
+    temporary: int
+    """What the step needs besides its arguments."""
+
+
 class StepAccounted(Event):
     """Communication, memory and FLOPs of one step on one rank."""
 

@@ -255,3 +255,10 @@ def limit_retries() -> None:
 def limit_to_one_thread() -> None:
     """Make libraries that are imported from now on use one thread each."""
     os.environ |= {"RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1", "ARROW_IO_THREADS": "1"}
+
+
+def use_virtual_devices(count: int) -> None:
+    """JAX, if it is imported from now on, sees so many devices on the CPU, and no others."""
+    others = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if "host_platform_device_count" not in flag]
+    flags = " ".join([*others, f"--xla_force_host_platform_device_count={count}"])
+    os.environ |= {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}

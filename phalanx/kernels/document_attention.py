@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from phalanx import accelerator
+from phalanx.kernels.sink_attention import sink_gradient, with_sinks
 from phalanx.kernels.triton_support import operation
 
 _aten = torch.ops.aten
@@ -90,27 +91,43 @@ def runs_of(runs: Tensor) -> Iterator[Run]:
 
 @operation("document_attention", mutates=())
 def document_attention(
-    q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, bounds: Tensor, runs: Tensor, scale: float
+    q_BSHE: Tensor,
+    k_BSKE: Tensor,
+    v_BSKE: Tensor,
+    bounds: Tensor,
+    runs: Tensor,
+    scale: float,
+    window: int | None = None,
+    sinks_H: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The result, [B, S, H, E], and the logarithms of the sums of exponentials, in the layout of each run's kernel."""
+    """The result, [B, S, H, E], and the logarithms of the sums of exponentials, in the layout of each run's kernel. `window`: the most keys that
+    a query attends to, its own and those just before it. `sinks_H`: scores that no key has (`kernels/sink_attention`)."""
     rows, length, heads, _ = q_BSHE.shape
-    outs, sums, hopper = [], [], _is_hopper(q_BSHE)
+    outs, sums, hopper, windowed = list[Tensor](), list[Tensor](), _is_hopper(q_BSHE), _windowed(window, length)
     for run in runs_of(runs):
         q, k, v = (x[run.row : run.row + run.rows] for x in (q_BSHE, k_BSKE, v_BSKE))
-        if run.whole and hopper:
+        if run.whole and hopper and not windowed:
             result = _aten._scaled_dot_product_cudnn_attention(*_by_head(q, k, v), None, True, 0.0, True, False, scale=scale)
-            outs.append(result[0].transpose(1, 2))
+            out, by_head = result[0].transpose(1, 2), False
         else:
             edges, longest = _edges(bounds, run, length), run.longest
             q, k, v = (x.flatten(0, 1) for x in (q, k, v))
-            result = _aten._flash_attention_forward(q, k, v, edges, edges, longest, longest, 0.0, True, False, scale=scale)
-            outs.append(result[0].unflatten(0, (run.rows, length)))
-        sums.append(result[1].reshape(-1))
+            result = _aten._flash_attention_forward(
+                q, k, v, edges, edges, longest, longest, 0.0, True, False, scale=scale, **windowed
+            )
+            out, by_head = result[0].unflatten(0, (run.rows, length)), True
+        own = result[1].reshape(-1)
+        if sinks_H is not None:
+            own_BHS, factor_BHS = with_sinks(_by_row(own, run, heads, by_head), sinks_H)
+            out = (out * factor_BHS.transpose(1, 2)[..., None]).to(out.dtype)
+            own = (own_BHS.transpose(0, 1) if by_head else own_BHS).reshape(-1)
+        outs.append(out)
+        sums.append(own)
     return _joined(outs), _joined(sums).view(rows, heads, length)
 
 
 @document_attention.register_fake
-def _(q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, bounds: Tensor, runs: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def _(q_BSHE, k_BSKE, v_BSKE, bounds, runs, scale, window=None, sinks_H=None):  # type: ignore[no-untyped-def]
     rows, length, heads, _ = q_BSHE.shape
     out = torch.empty_like(q_BSHE, memory_format=torch.contiguous_format)
     return out, q_BSHE.new_empty((rows, heads, length), dtype=torch.float32)
@@ -127,15 +144,23 @@ def document_attention_backward(
     bounds: Tensor,
     runs: Tensor,
     scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of queries, keys and values."""
+    window: int | None = None,
+    sinks_H: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of queries, keys, values and sinks; the last without elements if there are none."""
     length, heads = q_BSHE.shape[1:3]
     seed = torch.zeros((), dtype=torch.int64, device=q_BSHE.device)  # of dropout, which there is none of
-    found, hopper = list[list[Tensor]](), _is_hopper(q_BSHE)
+    found, hopper, windowed = list[list[Tensor]](), _is_hopper(q_BSHE), _windowed(window, length)
+    dsinks = torch.zeros(heads if sinks_H is not None else 0, dtype=torch.float32, device=q_BSHE.device)
     for run in runs_of(runs):
         tensors = (gradient_BSHE, q_BSHE, k_BSKE, v_BSKE, out_BSHE, sums)
         *inputs, own = (x[run.row : run.row + run.rows] for x in tensors)
-        if run.whole and hopper:
+        by_head = not (run.whole and hopper and not windowed)
+        if sinks_H is not None:
+            own_BHS = _by_row(own.reshape(-1), run, heads, by_head)
+            of_out, out = _by_head(inputs[0], inputs[4])
+            dsinks += sink_gradient(of_out, out, own_BHS, sinks_H.float())
+        if not by_head:
             results = _aten._scaled_dot_product_cudnn_attention_backward(
                 *_by_head(*inputs), own[..., None], seed, seed, None, None, None, length, length, 0.0, True, scale=scale
             )
@@ -144,32 +169,40 @@ def document_attention_backward(
             edges, longest = _edges(bounds, run, length), run.longest
             flat = [x.flatten(0, 1).contiguous() for x in inputs]
             results = _aten._flash_attention_backward(
-                *flat, own.reshape(heads, -1), edges, edges, longest, longest, 0.0, True, seed, seed, scale=scale
+                *flat, own.reshape(heads, -1), edges, edges, longest, longest, 0.0, True, seed, seed, scale=scale, **windowed
             )
             found.append([result.unflatten(0, (run.rows, length)) for result in results])
     q, k, v = (_joined(list(pieces)) for pieces in zip(*found, strict=True))
-    return q, k, v
+    return q, k, v, dsinks if sinks_H is None else dsinks.to(sinks_H.dtype)
 
 
 @document_attention_backward.register_fake
-def _(gradient_BSHE, q_BSHE, k_BSKE, v_BSKE, out_BSHE, sums, bounds, runs, scale):  # type: ignore[no-untyped-def]
-    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q_BSHE, k_BSKE, v_BSKE))
+def _(gradient_BSHE, q_BSHE, k_BSKE, v_BSKE, out_BSHE, sums, bounds, runs, scale, window=None, sinks_H=None):  # type: ignore[no-untyped-def]
+    gradients = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q_BSHE, k_BSKE, v_BSKE))
+    return *gradients, q_BSHE.new_empty(0, dtype=torch.float32) if sinks_H is None else torch.empty_like(sinks_H)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.scale = inputs
-    ctx.save_for_backward(*tensors, *output)
+    *tensors, ctx.scale, ctx.window, sinks_H = inputs
+    ctx.save_for_backward(*tensors, *output, sinks_H)
 
 
 def _backward(ctx: Any, gradient_BSHE: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    q, k, v, bounds, runs, out, sums = ctx.saved_tensors
-    return *document_attention_backward(gradient_BSHE, q, k, v, out, sums, bounds, runs, ctx.scale), None, None, None
+    q, k, v, bounds, runs, out, sums, sinks = ctx.saved_tensors
+    how = ctx.scale, ctx.window, sinks
+    dq, dk, dv, dsinks = document_attention_backward(gradient_BSHE, q, k, v, out, sums, bounds, runs, *how)
+    return dq, dk, dv, None, None, None, None, None if sinks is None else dsinks
 
 
 document_attention.register_autograd(_backward, setup_context=_save)
 
 FORWARD, BACKWARD = torch.ops.phalanx.document_attention, torch.ops.phalanx.document_attention_backward
 """As torch's dispatcher knows them."""
+
+
+def _windowed(window: int | None, length: int) -> dict[str, int]:
+    """The flash kernel's arguments for a window: keys before a query's own position, and none after it. cuDNN's kernel takes none through torch."""
+    return {} if window is None or window >= length else {"window_size_left": window - 1, "window_size_right": 0}
 
 
 def _is_hopper(tensor: Tensor) -> bool:
@@ -183,6 +216,11 @@ def _joined(pieces: list[Tensor]) -> Tensor:
 def _by_head(*tensors: Tensor) -> list[Tensor]:
     """[B, H, S, E], the same memory."""
     return [tensor.transpose(1, 2) for tensor in tensors]
+
+
+def _by_row(sums: Tensor, run: Run, heads: int, by_head: bool) -> Tensor:
+    """[B, H, S] of a run: the kernel for documents has heads outermost."""
+    return sums.view(heads, run.rows, -1).transpose(0, 1) if by_head else sums.view(run.rows, heads, -1)
 
 
 def _edges(bounds: Tensor, run: Run, length: int) -> Tensor:

@@ -25,7 +25,7 @@ from phalanx.host.interfaces import address_of
 from phalanx.launch.launcher import StartedAgent
 from phalanx.launch.prepare import Examined, Prepared
 from phalanx.launch.registry_server import RegistryServer
-from phalanx.spec.errors import RunFailed
+from phalanx.spec.errors import RunError, RunFailed, toml
 from phalanx.watch.page_process import PageProcess
 from phalanx.watch.sink_process import SinkProcess
 
@@ -97,6 +97,11 @@ class Job:
 
     def __init__(self, prepared: Prepared, chaos: str = "", on_event: Callable[[Event], None] | None = None):
         """`on_event` is called with every event that is read."""
+        if prepared.run.engine.name != "torch":
+            prepared.rundir.release()
+            raise RunError(
+                f'engine.name = {toml(prepared.run.engine.name)} is for `phalanx train` and `phalanx verify`: set it to "torch" here.'
+            )
         self._on_event = on_event
         self.run, self.plan, self.rundir = prepared.run, prepared.plan, prepared.rundir
         self.exit_code: int | None = None

@@ -4,7 +4,7 @@ memory. The launcher never imports torch, so each check asks another process."""
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from phalanx.spec import hf_config
 from phalanx.spec.dump import dump
 from phalanx.spec.errors import RunError
 from phalanx.spec.hub import HubError, model_folder
+from phalanx.spec.json_value import JsonObject
 from phalanx.spec.plan import Machine, Plan, Size
 from phalanx.spec.run import Run
 
@@ -38,9 +39,9 @@ def measure(run: Run, machine: Machine | None = None, *, trace: bool | None = No
     `trace`: also trace a step on fake tensors, for activations and FLOPs, and to run the layout's cuts. Default: if one replica has several
     ranks. `machine`: the one to train on, if the run names no cluster.
     """
-    if run.model.module is None:
+    if run.model.is_builtin:
         return None
-    key = f'model.module = "{run.model.module}"'
+    key = run.model.custom_key
     if trace is None:
         trace = replace(run.layout, data=1).ranks > 1
     if not trace:
@@ -49,6 +50,22 @@ def measure(run: Run, machine: Machine | None = None, *, trace: bool | None = No
     compute = run.precision.compute or ("bf16" if gpu else "fp32")
     question = json.dumps({"run": dump(run), "gpu": gpu, "compute": compute})
     return Size(**_ask("phalanx.rehearsal.module_process", question, key))
+
+
+@dataclass(frozen=True, slots=True)
+class InferredCuts:
+    """How tensor ranks divide a model."""
+
+    text: str
+    plan: JsonObject
+    """The fields of a CutPlan, and `axes`, its table of names of dimensions."""
+
+
+def inferred_cuts(run: Run) -> InferredCuts:
+    """How tensor ranks divide the run's model, inferred from its graph. RunError if it cannot be traced."""
+    key = "the model" if run.model.is_builtin else run.model.custom_key
+    found = _ask("phalanx.worker.cuts_process", dump(run), key)
+    return InferredCuts(found.pop("text"), found)
 
 
 def measured(run: Run, machine: Machine | None = None) -> Run:

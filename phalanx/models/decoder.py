@@ -1,10 +1,13 @@
-"""The decoder: GPT-2/3, Llama 2/3, Qwen3, Mixtral and DeepSeek-V3 are settings of it. A module for one device, without parallel code;
+"""The decoder: GPT-2/3, Llama 2/3, Mistral, Qwen2/3, Gemma 2/3, Phi-3/4, Mixtral and DeepSeek-V3 are settings of it. A module for one device, without parallel code;
 two tables describe its parameters to the other rooms: AXES names the dimensions of each, INITIAL gives its initial values."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from copy import copy
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +17,7 @@ from torch.nn.functional import linear
 
 from phalanx.kernels.document_attention import DocumentSpans
 from phalanx.models.attention import Attention, KVCache, LatentAttention, Scope, prepare
-from phalanx.models.layers import GELU, RMSNorm, Rotation, SwiGLU, norm, rotary
+from phalanx.models.layers import GELU, GeGLU, RMSNorm, Rotation, SwiGLU, norm, rotary, soft_cap
 from phalanx.models.moe import MoE
 from phalanx.spec.model import ModelSpec
 
@@ -69,7 +72,8 @@ INITIAL: dict[str, str] = {
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + feed-forward(norm(x)), in the dtype of x, whatever is added. The index decides whether it has experts.
+    """x + attention(norm(x)), then x + feed-forward(norm(x)), in the dtype of x, whatever is added; some models normalize what is added, too.
+    The index decides whether it has experts.
 
     Both halves are attributes like `forward`: a technique may replace one of them.
     """
@@ -80,6 +84,8 @@ class Block(nn.Module):
         self.attention = Attention(spec) if spec.mla is None else LatentAttention(spec, spec.mla)
         self.mlp_norm = norm(spec, spec.dim)
         self.mlp = _feed_forward(spec, index)
+        self.attention_out_norm = norm(spec, spec.dim) if spec.norm_place == "both" else nn.Identity()
+        self.mlp_out_norm = norm(spec, spec.dim) if spec.norm_place == "both" else nn.Identity()
         if isinstance(self.mlp, MoE) and isinstance(self.mlp_norm, RMSNorm):
             self.mlp_norm.in_one_pass = True  # the half that routes tokens is not compiled
 
@@ -87,17 +93,18 @@ class Block(nn.Module):
         return self.feed_forward_half(self.attention_half(x_BSD, scope, rotation, kv_cache))
 
     def attention_half(self, x_BSD: Tensor, scope: Scope, rotation: Rotation | None, kv_cache: KVCache | None) -> Tensor:
-        return (x_BSD + self.attention(self.attention_norm(x_BSD), scope, rotation, kv_cache)).to(x_BSD.dtype)
+        y_BSD = self.attention(self.attention_norm(x_BSD), scope, rotation, kv_cache)
+        return (x_BSD + self.attention_out_norm(y_BSD)).to(x_BSD.dtype)
 
     def feed_forward_half(self, x_BSD: Tensor) -> Tensor:
-        return (x_BSD + self.mlp(self.mlp_norm(x_BSD))).to(x_BSD.dtype)
+        return (x_BSD + self.mlp_out_norm(self.mlp(self.mlp_norm(x_BSD)))).to(x_BSD.dtype)
 
 
 def _feed_forward(spec: ModelSpec, index: int) -> nn.Module:
     if spec.moe is not None and index >= spec.moe.dense_layers:
         return MoE(spec.dim, spec.moe)
-    kind = SwiGLU if spec.activation == "swiglu" else GELU
-    return kind(spec.dim, spec.hidden, spec.bias)
+    kinds = {"swiglu": SwiGLU, "geglu": GeGLU, "gelu": GELU}
+    return kinds[spec.activation](spec.dim, spec.hidden, spec.bias)
 
 
 def _embedding(rows: int, dim: int) -> nn.Embedding:
@@ -127,7 +134,7 @@ class Decoder(nn.Module):
         self.norm = norm(spec, spec.dim)
         self.head = None if spec.tied else nn.Linear(spec.dim, spec.rows, bias=False)
         self.mtp = nn.ModuleList(MTPModule(spec, Block(spec, spec.layers - 1)) for _ in range(spec.mtp_depth))
-        self.project = linear
+        self.project = linear if spec.logit_cap is None else partial(_capped, spec.logit_cap)
 
     def part(self, first: int, stop: int) -> Decoder:
         """A pipeline stage: blocks first … stop - 1 as a model of the same modules under the same names.
@@ -159,18 +166,34 @@ class Decoder(nn.Module):
 
         With multi-token prediction, in training and with gradients: a tuple with the logits of each depth after them.
         """
-        x_BSD = self.embed(tokens_BS) if self.is_first_stage else tokens_BS
-        rotation = None
-        if self.spec.positions != "learned":
-            rotation = rotary(self.spec, positions_BS)
-        elif self.position_embed is not None:
+        x_BSD = self._embedded(tokens_BS) if self.is_first_stage else tokens_BS
+        if self.position_embed is not None:
             x_BSD = x_BSD + self.position_embed(positions_BS)
-        scope = Scope(documents_BS, spans)
-        for block in list(self.blocks.values())[:1]:
-            prepare(scope, block.get_submodule("attention"), x_BSD)
+        views = self._views(x_BSD, positions_BS, documents_BS, spans)
         for index, block in enumerate(self.blocks.values()):
-            x_BSD = block(x_BSD, scope, rotation, None if kv_cache is None else kv_cache[index])
-        return self._finish(x_BSD, tokens_BS, scope, rotation) if self.is_last_stage else x_BSD
+            x_BSD = block(x_BSD, *views[index], None if kv_cache is None else kv_cache[index])
+        return self._finish(x_BSD, tokens_BS, *views[-1]) if self.is_last_stage else x_BSD
+
+    def _views(
+        self, x_BSD: Tensor, positions_BS: Tensor, documents_BS: Tensor | None, spans: DocumentSpans | None
+    ) -> list[tuple[Scope, Rotation | None]]:
+        """For each block: which keys its queries see, and the rotation of their positions. Blocks with the same window share them."""
+        windows = [self.spec.window_of(int(layer)) for layer in self.blocks]
+        rotation = local = None if self.spec.positions == "learned" else rotary(self.spec, positions_BS)
+        if self.spec.rope_local_theta is not None:
+            local = rotary(replace(self.spec, rope_theta=self.spec.rope_local_theta, rope_scaling=None), positions_BS)
+        views = {
+            window: (Scope(documents_BS, spans, window), rotation if window is None else local)
+            for window in dict.fromkeys(windows)
+        }
+        for block in list(self.blocks.values())[:1]:
+            for scope, _ in views.values():
+                prepare(scope, block.get_submodule("attention"), x_BSD, positions_BS.shape[1])
+        return [views[window] for window in windows]
+
+    def _embedded(self, tokens_BS: Tensor) -> Tensor:
+        x_BSD: Tensor = self.embed(tokens_BS)
+        return x_BSD * math.sqrt(self.spec.dim) if self.spec.scale_embedding else x_BSD
 
     def _finish(self, x_BSD: Tensor, tokens_BS: Tensor, scope: Scope, rotation: Rotation | None) -> Any:
         logits_BSV = self._logits(self.norm(x_BSD))
@@ -178,12 +201,16 @@ class Decoder(nn.Module):
             return logits_BSV
         deeper = []
         for depth, module in enumerate(self.mtp, start=1):
-            x_BSD, normed_BSD = module(x_BSD, self.embed(mtp_tokens(tokens_BS, depth)), scope, rotation)
+            x_BSD, normed_BSD = module(x_BSD, self._embedded(mtp_tokens(tokens_BS, depth)), scope, rotation)
             deeper.append(self._logits(normed_BSD))
         return (logits_BSV, *deeper)
 
     def _logits(self, x_BSD: Tensor) -> Any:
         return self.project(x_BSD, self.embed.weight if self.head is None else self.head.weight)
+
+
+def _capped(cap: float, x_BSD: Tensor, weight_VD: Tensor) -> Tensor:
+    return soft_cap(linear(x_BSD, weight_VD), cap)
 
 
 class MTPModule(nn.Module):

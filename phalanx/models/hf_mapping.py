@@ -10,12 +10,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from phalanx.models import hf_module
 from phalanx.spec import hf_config
 from phalanx.spec.errors import RunError
 from phalanx.spec.hf_config_write import family
@@ -91,6 +93,8 @@ def blocks(entry: Entry, itemsize: int, most: int = BLOCK) -> Iterator[Block]:
 
 def _box(part: HFPart, start: int, count: int) -> Box:
     low, high = part.columns or (0, part.width)
+    if not part.shape:
+        return Box((), ())
     if part.transposed:
         return Box((0, start), (high - low, count))
     if len(part.shape) == 1:
@@ -160,7 +164,7 @@ class Files(Protocol):
 def match(files: Files, spec: ModelSpec) -> tuple[Entry, ...]:
     """The table for a folder, after comparing every tensor with it; RunError names those that do not fit."""
     _plausible(files, spec)
-    entries = table(spec, files.names, hf_config.interleaved(hf_config.read_config(files.path)))
+    entries = table(spec, files.names, spec.is_builtin and hf_config.interleaved(hf_config.read_config(files.path)))
     expected = {part.hf_name: part.shape for entry in entries for part in entry.parts}
     stacks = [[part.hf_name for part in entry.parts] for entry in entries if len(entry.parts) > 1]
     files.check(expected, [name for name in files.names if _ignorable(name, spec)], stacks)
@@ -188,6 +192,8 @@ def table(spec: ModelSpec, names: Collection[str] = (), interleaved: bool = True
 
     `interleaved`: DeepSeek's rotated channels are interleaved pairs, as published.
     """
+    if spec.config is not None:
+        return _state(spec).entries
     kind = family(spec)
     if kind == "gpt2":
         return tuple(_gpt2(spec, "" if "wte.weight" in names else "transformer."))
@@ -206,7 +212,42 @@ def copies(spec: ModelSpec) -> dict[str, str]:
     }
 
 
+class _State(NamedTuple):
+    """What a folder of a model of transformers has."""
+
+    entries: tuple[Entry, ...]
+    ignored: tuple[str, ...]
+    """Patterns of tensors that transformers does not read, or reads from another one."""
+
+
+@lru_cache(maxsize=2)
+def _state(spec: ModelSpec) -> _State:
+    model = hf_module.build(spec)
+    buffers = {name for name, _ in model.named_buffers()}
+    entries = tuple(_same(name, tuple(tensor.shape), exact=name in buffers) for name, tensor in model.state_dict().items())
+    return _State(entries, tuple(hf_module.unread(model)))
+
+
+def _same(name: str, shape: tuple[int, ...], exact: bool) -> Entry:
+    """A tensor that is the same on both sides; of three dimensions in parts, one for each index of the first."""
+    if len(shape) > 3:
+        raise RunError(
+            f"model.config: {name} has {len(shape)} dimensions, {list(shape)}: tensors of at most three are read and written."
+        )
+    if len(shape) < 3:
+        parts: tuple[HFPart, ...] = (HFPart(hf_name=name, shape=shape, rows=(0, shape[0] if shape else 1)),)
+    else:
+        count, height, _ = shape
+        parts = tuple(
+            HFPart(hf_name=name, shape=shape, rows=(index * height, (index + 1) * height), expert=index)
+            for index in range(count)
+        )
+    return Entry(name=name, shape=shape, parts=parts, exact=exact)
+
+
 def _ignorable(name: str, spec: ModelSpec) -> bool:
+    if spec.config is not None:
+        return any(re.search(pattern, name) for pattern in (*_IGNORED, *_state(spec).ignored))
     tied = spec.tied and name == "lm_head.weight"  # declared to be the embedding, so that its values are not used
     return tied or name in copies(spec) or any(re.fullmatch(pattern, name) for pattern in _IGNORED)
 
@@ -236,12 +277,19 @@ def _block(spec: ModelSpec, ours: str, layer: int, kind: str, names: set[str], i
     theirs = f"model.layers.{layer}"
     yield _plain(f"{ours}.attention_norm.weight", f"{theirs}.input_layernorm.weight", spec.dim)
     if spec.mla is None:
-        yield from _attention(spec, f"{ours}.attention", f"{theirs}.self_attn")
+        attention = _fused_attention if kind == "phi3" else _attention
+        yield from attention(spec, f"{ours}.attention", f"{theirs}.self_attn")
     else:
         yield from _latent(spec, spec.mla, f"{ours}.attention", f"{theirs}.self_attn", interleaved)
-    yield _plain(f"{ours}.mlp_norm.weight", f"{theirs}.post_attention_layernorm.weight", spec.dim)
+    if spec.norm_place == "both":
+        yield _plain(f"{ours}.attention_out_norm.weight", f"{theirs}.post_attention_layernorm.weight", spec.dim)
+        yield _plain(f"{ours}.mlp_norm.weight", f"{theirs}.pre_feedforward_layernorm.weight", spec.dim)
+        yield _plain(f"{ours}.mlp_out_norm.weight", f"{theirs}.post_feedforward_layernorm.weight", spec.dim)
+    else:
+        yield _plain(f"{ours}.mlp_norm.weight", f"{theirs}.post_attention_layernorm.weight", spec.dim)
     if spec.moe is None or layer < spec.moe.dense_layers:
-        yield from _mlp(f"{ours}.mlp", f"{theirs}.mlp", spec.dim, spec.hidden)
+        feed_forward = _fused_mlp if kind == "phi3" else _mlp
+        yield from feed_forward(f"{ours}.mlp", f"{theirs}.mlp", spec.dim, spec.hidden)
     else:
         yield from _experts(spec.moe, spec.dim, f"{ours}.mlp", theirs, kind, names)
 
@@ -249,10 +297,34 @@ def _block(spec: ModelSpec, ours: str, layer: int, kind: str, names: set[str], i
 def _attention(spec: ModelSpec, ours: str, theirs: str) -> Iterator[Entry]:
     for name, heads in (("query", spec.heads), ("key", spec.kv), ("value", spec.kv)):
         yield _plain(f"{ours}.{name}.weight", f"{theirs}.{name[0]}_proj.weight", heads * spec.head, spec.dim)
+        if spec.qkv_bias:
+            yield _plain(f"{ours}.{name}.bias", f"{theirs}.{name[0]}_proj.bias", heads * spec.head)
     yield _plain(f"{ours}.output.weight", f"{theirs}.o_proj.weight", spec.dim, spec.heads * spec.head)
     if spec.qk_norm:
         yield _plain(f"{ours}.query_norm.weight", f"{theirs}.q_norm.weight", spec.head)
         yield _plain(f"{ours}.key_norm.weight", f"{theirs}.k_norm.weight", spec.head)
+
+
+def _fused_attention(spec: ModelSpec, ours: str, theirs: str) -> Iterator[Entry]:
+    """Phi-3's query, key and value are rows of one matrix."""
+    heads = {"query": spec.heads, "key": spec.kv, "value": spec.kv}
+    yield from _stacked(ours, f"{theirs}.qkv_proj.weight", {name: n * spec.head for name, n in heads.items()}, spec.dim)
+    yield _plain(f"{ours}.output.weight", f"{theirs}.o_proj.weight", spec.dim, spec.heads * spec.head)
+
+
+def _fused_mlp(ours: str, theirs: str, dim: int, width: int) -> Iterator[Entry]:
+    """Phi-3's gate is above up in one matrix."""
+    yield from _stacked(ours, f"{theirs}.gate_up_proj.weight", {"gate": width, "up": width}, dim)
+    yield _plain(f"{ours}.down.weight", f"{theirs}.down_proj.weight", dim, width)
+
+
+def _stacked(ours: str, theirs: str, heights: Mapping[str, int], width: int) -> Iterator[Entry]:
+    """Matrices that are rows of one of theirs, in this order."""
+    whole, first = (sum(heights.values()), width), 0
+    for name, height in heights.items():
+        part = HFPart(hf_name=theirs, shape=whole, rows=(first, first + height))
+        yield Entry(name=f"{ours}.{name}.weight", shape=(height, width), parts=(part,))
+        first += height
 
 
 def _latent(spec: ModelSpec, mla: Mla, ours: str, theirs: str, interleaved: bool) -> Iterator[Entry]:

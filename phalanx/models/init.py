@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from phalanx.models import custom
+from phalanx.models import custom, hf_module
 from phalanx.models.decoder import INITIAL, Decoder
 from phalanx.spec.fields import original_tensor
 from phalanx.spec.model import ModelSpec
@@ -25,7 +25,10 @@ _CHUNK = 1 << 20  # elements drawn at a time; bounds the 64-bit scratch memory t
 
 
 def build(spec: ModelSpec) -> nn.Module:
-    """The model on the meta device: names and shapes, no memory. `models/custom` checks a custom module."""
+    """The model on the meta device: names and shapes, no memory. `models/custom` checks a custom module; `models/hf_module` builds those of
+    transformers."""
+    if spec.config is not None:
+        return hf_module.build(spec)
     if spec.module is not None:
         return custom.build(spec, spec.module)
     with torch.device("meta"):
@@ -48,6 +51,8 @@ def table(model: nn.Module) -> Mapping[str, str]:
     """Initial values of the model's parameters: name pattern to rule."""
     spec = model.spec
     assert isinstance(spec, ModelSpec), "`build` sets the spec"
+    if spec.config is not None:
+        return hf_module.initial(model)
     return INITIAL if spec.module is None else custom.initial(model, spec.module)
 
 
@@ -67,13 +72,19 @@ def fill(
     part: TensorSlice | None = None,
     initial: Mapping[str, str] = INITIAL,
 ) -> None:
-    """Write the initial values of the named parameter into a tensor; `part`: the slice of the parameter that the tensor holds."""
+    """Write the initial values of the named parameter into a tensor; `part`: the slice of the parameter that the tensor holds.
+
+    A rule may carry a number, the value of "constant:0.5" or the standard deviation of "normal:0.01".
+    """
     rule = next(rule for pattern, rule in initial.items() if fnmatchcase(name, pattern))
-    if rule in ("ones", "zeros"):
-        tensor.fill_(rule == "ones")
+    rule, _, number = rule.partition(":")
+    if rule in ("ones", "zeros", "constant"):
+        # Of the built-in decoder, ones are the weights of norms, to which a zero-centered norm adds 1.
+        one = rule == "ones" and not (spec.is_builtin and spec.norm_zero_centered)
+        tensor.fill_(float(number) if number else one)
         return
     # Drawn under the name that the parameter had first: a renamed parameter keeps its initial values bit for bit.
-    drawn_as = original_tensor(name) if spec.module is None else name
+    drawn_as = original_tensor(name) if spec.is_builtin else name
     part = part or TensorSlice.full(tensor.shape)
     match rule:
         case "residual":
@@ -81,13 +92,20 @@ def fill(
         case "adapter":
             std = 1 / math.sqrt(3 * part.whole[-1])
         case _:
-            std = spec.init_std
+            std = float(number) if number else spec.init_std
     for box, local in part.regions():
         if box.numel:
             _draw_box(tensor[local.index], box, part.whole, partial(_drawn, seed, drawn_as), std)
 
 
 def _draw_box(values: Tensor, box: Box, whole: Sequence[int], draw: Callable[[Tensor], Tensor], std: float) -> None:
+    if (
+        values.ndim > 2 and not values[0].is_contiguous()
+    ):  # one of several boxes along an inner dimension: its rows are no runs of memory
+        run = torch.empty_like(values, memory_format=torch.contiguous_format)
+        _draw_box(run, box, whole, draw, std)
+        values.copy_(run)
+        return
     rows = values.view(len(values), -1)
     inner = _flat_indices(box.shape[1:], whole[1:], box.offset[1:], values.device)
     stride = math.prod(whole[1:])

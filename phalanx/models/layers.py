@@ -21,7 +21,12 @@ def norm(spec: ModelSpec, width: int) -> nn.Module:
     """The model's kind of norm."""
     if spec.norm == "layer":
         return nn.LayerNorm(width, eps=spec.norm_eps)  # autocast computes it in fp32
-    return RMSNorm(width, eps=spec.norm_eps)
+    return rms(spec, width)
+
+
+def rms(spec: ModelSpec, width: int) -> RMSNorm:
+    """The model's kind of root-mean-square norm."""
+    return (ZeroCenteredRMSNorm if spec.norm_zero_centered else RMSNorm)(width, eps=spec.norm_eps)
 
 
 class RMSNorm(nn.RMSNorm):
@@ -37,6 +42,15 @@ class RMSNorm(nn.RMSNorm):
         return super().forward(x.to(self.weight.dtype))
 
 
+class ZeroCenteredRMSNorm(RMSNorm):
+    """Multiplies by 1 + weight. The sum is in fp32 even where weights are in 16 bits, which would round it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = torch.promote_types(self.weight.dtype, torch.float32)
+        normed = F.rms_norm(x.to(wide), self.normalized_shape, 1 + self.weight.to(wide), self.eps)
+        return normed.to(self.weight.dtype)
+
+
 def _computes_in(dtype: torch.dtype, kind: str) -> bool:
     return torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == dtype
 
@@ -47,6 +61,8 @@ def rotary_frequencies(spec: ModelSpec, device: torch.device) -> Tensor:
     frequencies = spec.rope_theta**-exponents
     if spec.rope_scaling is None:
         return frequencies
+    if spec.rope_scaling.kind == "linear":
+        return frequencies / spec.rope_scaling.factor
     if spec.rope_scaling.kind == "yarn":
         return _yarn_scaling(frequencies, spec.rope_theta, spec.rope_scaling)
     return _llama3_scaling(frequencies, spec.rope_scaling)
@@ -85,9 +101,17 @@ def rotary(spec: ModelSpec, positions: Tensor) -> Rotation:
     return angles.cos() * scaling.rotation_size, angles.sin() * scaling.rotation_size
 
 
+def soft_cap(x: Tensor, cap: float) -> Tensor:
+    """Between -cap and cap, and nearly x where x is small."""
+    return cap * torch.tanh(x / cap)
+
+
 def rotate(x_BHSE: Tensor, rotation: Rotation) -> Tensor:
-    """Rotate each pair (channel i, channel i + E/2) by its angle; Hugging Face checkpoints use the same pairing."""
+    """Rotate each pair (channel i, channel i + E/2) by its angle; Hugging Face checkpoints use the same pairing. Channels beyond those that have
+    angles stay as they are."""
     cos, sin = (part.to(x_BHSE.dtype) for part in rotation)
+    if (rotated := 2 * cos.shape[-1]) < x_BHSE.shape[-1]:
+        return torch.cat((rotate(x_BHSE[..., :rotated], rotation), x_BHSE[..., rotated:]), dim=-1)
     first, second = x_BHSE.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
@@ -103,6 +127,13 @@ class SwiGLU(nn.Module):
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         return self.down(F.silu(self.gate(x_BSD)) * self.up(x_BSD))
+
+
+class GeGLU(SwiGLU):
+    """The same with GELU in place of SiLU."""
+
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        return self.down(F.gelu(self.gate(x_BSD), approximate="tanh") * self.up(x_BSD))
 
 
 class GELU(nn.Module):

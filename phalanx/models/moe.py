@@ -21,9 +21,9 @@ from phalanx.spec.model import Moe
 
 # Shapes: T tokens (B · S), K experts chosen per token, R = T · K rows sorted by expert, E experts, F width of one, G groups.
 
-_MAX_STEP = 0.06
+MAX_STEP = 0.06
 """A router's biases move by at most this fraction of their own standard deviation: they grow fast and then converge."""
-_MIN_RATE = 0.05
+MIN_RATE = 0.05
 """Fraction of the rate by which they may always move: they begin at zero, without any spread."""
 
 
@@ -71,7 +71,7 @@ class Router(nn.Module):
                     self.counts += counts_BE.sum(0)
                 if self.moe.balance_loss:
                     loss = self.moe.balance_loss * balance(scores_BSE, self.together(counts_BE))
-                    weights_TK = _AttachLoss.apply(weights_TK, loss, self.loss_scale)
+                    weights_TK = AttachLoss.apply(weights_TK, loss, self.loss_scale)
         return chosen_TK, weights_TK
 
     def choose(self, scores_TE: Tensor) -> Tensor:
@@ -99,7 +99,7 @@ class Router(nn.Module):
             counts_E = counts_E.to(torch.float64)  # counts of any run are exact in it
             shortfall_E = (counts_E.mean() - counts_E) / counts_E.mean().clamp(min=1)
             rate = self.moe.bias_rate
-            step = (_MAX_STEP * self.bias.double().std(correction=0)).clamp(_MIN_RATE * rate, rate)
+            step = (MAX_STEP * self.bias.double().std(correction=0)).clamp(MIN_RATE * rate, rate)
             self.bias += (step * shortfall_E.clamp(-1, 1)).to(self.bias.dtype)
 
 
@@ -130,7 +130,7 @@ def _count(chosen_BN: Tensor, experts: int) -> Tensor:
     return counts_BE.scatter_add_(1, chosen_BN, torch.ones_like(chosen_BN))
 
 
-class _AttachLoss(torch.autograd.Function):
+class AttachLoss(torch.autograd.Function):
     """The identity; its backward also gives `loss` a gradient, so that a loss inside the model need not be returned."""
 
     @staticmethod
@@ -169,7 +169,7 @@ class Experts(nn.Module):
         if not _groupable(x_RD, self.gate.shape[1]):
             return loop_experts(x_RD, self.read_counts(counts_E, len(x_RD)), weights[0], weights[1], weights[2], scales_R)
         if x_RD.device.type == "cuda":
-            weights = [_ZeroUnusedGradients.apply(weight, counts_E) for weight in weights]
+            weights = [ZeroUnusedGradients.apply(weight, counts_E) for weight in weights]
         gate_EDF, up_EDF, down_EFD = (weight.transpose(1, 2) for weight in weights)
         ends_E = counts_E.cumsum(0, dtype=torch.int32)
         gate_RF = F.grouped_mm(x_RD, gate_EDF, offs=ends_E)
@@ -177,7 +177,7 @@ class Experts(nn.Module):
         return F.grouped_mm(scaled_swiglu(gate_RF, up_RF, scales_R), down_EFD, offs=ends_E)
 
 
-class _ZeroUnusedGradients(torch.autograd.Function):
+class ZeroUnusedGradients(torch.autograd.Function):
     """The identity; its backward zeroes the gradient of experts without tokens, which some GPU kernels leave unwritten."""
 
     @staticmethod

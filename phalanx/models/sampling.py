@@ -35,7 +35,7 @@ def generate(model: nn.Module, prompt: Sequence[int], count: int, end: int, samp
     spec = model.spec
     assert isinstance(spec, ModelSpec)
     caching = "kv_cache" in signature(model.forward).parameters
-    options = {"kv_cache": [KVCache() for _ in range(spec.layers)]} if caching else {}
+    options = {"kv_cache": [KVCache(spec.window_of(layer)) for layer in range(spec.layers)]} if caching else {}
     text = torch.tensor([prompt], device=next(model.parameters()).device)
     generator = torch.Generator(device=text.device).manual_seed(sampling.seed)
     known = 0  # tokens in the KV cache

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from phalanx import accelerator
-from phalanx.kernels import document_attention, router_product
+from phalanx.kernels import document_attention, router_product, sink_attention
 from phalanx.observe.comm_timer import replaced
 
 Sent = dict[str, dict[str, int]]
@@ -241,6 +241,8 @@ _FORMULAS: dict[Any, Callable[..., int]] = {
     torch.ops.aten.addmm: lambda _, a, b, *rest, **settings: 2 * a.shape[0] * a.shape[1] * b.shape[1],  # also with a dtype
     document_attention.FORWARD: _document_attention,
     document_attention.BACKWARD: lambda gradient, *rest, **settings: 5 * _document_attention(*rest) // 2,
+    sink_attention.FORWARD: _attention,
+    sink_attention.BACKWARD: _attention_backward,
     router_product.FORWARD: lambda x, weight, **settings: 2 * x.numel() * len(weight),
     router_product.BACKWARD: lambda gradient, x, weight, **settings: 4 * x.numel() * len(weight),
 }

@@ -9,6 +9,7 @@ sends the boxes back. So no rank holds more than one whole matrix, and the work 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from zlib import crc32
 
 import torch
@@ -17,8 +18,8 @@ from torch.optim._muon import _adjust_lr
 
 from phalanx.optim.optimizer import OptimizerKind, OptimizerSetup, ParamOptimizer, State, StateBytes, Update, is_updated
 from phalanx.parallel.group import Group
-from phalanx.parallel.sharded_model import OwnedParam
-from phalanx.spec.tensor_slice import Box
+from phalanx.parallel.sharded_model import OwnedParam, extract
+from phalanx.spec.tensor_slice import Box, TensorSlice
 
 _COEFFICIENTS, _ITERATIONS, _EPS = (3.4445, -4.7750, 2.0315), 5, 1e-7  # torch.optim.Muon's defaults
 _LAYERS = ("blocks.", "mtp.")  # not the embedding and the head, which are matrices too
@@ -33,7 +34,7 @@ class Muon(ParamOptimizer):
         self._whole: list[int] = []
         """Indices of the matrices that this rank holds whole."""
         self._shared: list[_SharedMatrices] = []
-        find_boxes = setup.resources.group_boxes or gather_boxes
+        find_slices = setup.resources.group_slices or gather_slices
         by_axes: dict[tuple[str, ...], list[int]] = {}
         for index, param in enumerate(params):
             by_axes.setdefault(param.shard.split, []).append(index)
@@ -42,8 +43,8 @@ class Muon(ParamOptimizer):
                 assert setup.mesh is not None, f"{params[indices[0]].name} is sharded: its group is known to a mesh only"
                 group = setup.mesh.group(*axes, use="muon")
                 if group.size > 1:
-                    boxes = find_boxes(group, [params[index] for index in indices])
-                    self._shared.append(_SharedMatrices(group, self._params, dict(zip(indices, boxes, strict=True))))
+                    slices = find_slices(group, [params[index] for index in indices])
+                    self._shared.append(_SharedMatrices(group, self._params, dict(zip(indices, slices, strict=True))))
                     continue
             self._whole += indices
 
@@ -57,9 +58,9 @@ class Muon(ParamOptimizer):
         for shared in self._shared:
             for indices in shared.rounds():
                 # The iterations begin by rounding to their format. Rounding here halves what is sent and gives the same result.
-                boxes = [self._nesterov(index, update).to(self._iterations) for index in indices]
-                for index, box in zip(indices, shared.orthogonalize(indices, boxes), strict=True):
-                    self._apply(index, box, update)
+                parts = [self._nesterov(index, update).to(self._iterations) for index in indices]
+                for index, part in zip(indices, shared.orthogonalize(indices, parts), strict=True):
+                    self._apply(index, part, update)
 
     def state(self) -> dict[str, State]:
         return {f"{param.name}/momentum_buffer": kept for param, kept in zip(self._params, self._momentum, strict=True)}
@@ -100,51 +101,66 @@ class Muon(ParamOptimizer):
 
 
 class _SharedMatrices:
-    """Matrices whose boxes the ranks of one group hold."""
+    """Matrices of which the ranks of one group hold slices."""
 
-    def __init__(self, group: Group, params: Sequence[OwnedParam], boxes: dict[int, list[Box]]):
-        """`boxes`: of every rank, by index of the matrix."""
-        self.group, self.indices, self._boxes = group, list(boxes), boxes
-        self._shapes = {index: params[index].shard.slice.whole for index in boxes}
+    def __init__(self, group: Group, params: Sequence[OwnedParam], slices: dict[int, list[TensorSlice]]):
+        """`slices`: of every rank, by index of the matrix."""
+        self.group, self.indices, self._slices = group, list(slices), slices
+        self._shapes = {index: params[index].shard.slice.whole for index in slices}
 
     def rounds(self) -> list[list[int]]:
         """As many matrices at a time as there are ranks; each rank gathers one of them."""
         count = self.group.size
         return [self.indices[first : first + count] for first in range(0, len(self.indices), count)]
 
-    def orthogonalize(self, indices: list[int], boxes: list[Tensor]) -> list[Tensor]:
-        """Returns this rank's boxes of the orthogonalized matrices, from its boxes of the matrices."""
+    def orthogonalize(self, indices: list[int], parts: list[Tensor]) -> list[Tensor]:
+        """Returns this rank's slices of the orthogonalized matrices, from its slices of the matrices."""
         group, rank = self.group, self.group.index
         own = indices[rank] if rank < len(indices) else None
-        sent = [box.numel() for box in boxes] + [0] * (group.size - len(boxes))
-        received = [box.numel for box in self._boxes[own]] if own is not None else [0] * group.size
-        values = group.all_to_all(torch.cat([box.reshape(-1) for box in boxes]), sent, received)
+        sent = [part.numel() for part in parts] + [0] * (group.size - len(parts))
+        received = [part.numel for part in self._slices[own]] if own is not None else [0] * group.size
+        values = group.all_to_all(torch.cat([part.reshape(-1) for part in parts]), sent, received)
         if own is not None:
             matrix = values.new_empty(self._shapes[own])
-            for box, part in zip(self._boxes[own], values.split(received), strict=True):
-                matrix[box.index] = part.view(box.shape)
+            for part, given in zip(self._slices[own], values.split(received), strict=True):
+                for box, local in part.regions():
+                    matrix[box.index] = given.view(part.shape)[local.index]
             matrix = _orthogonalize(matrix)
-            values = torch.cat([matrix[box.index].reshape(-1) for box in self._boxes[own]])
+            values = torch.cat([extract(part, matrix).reshape(-1) for part in self._slices[own]])
         returned = group.all_to_all(values, received, sent)
-        parts = returned.split(sent)[: len(indices)]
-        return [part.view(box.shape) for part, box in zip(parts, boxes, strict=True)]
+        own_parts = returned.split(sent)[: len(indices)]
+        return [new.view(old.shape) for new, old in zip(own_parts, parts, strict=True)]
 
 
-def gather_boxes(group: Group, params: Sequence[OwnedParam]) -> list[list[Box]]:
-    """The boxes that the group's ranks hold, by matrix and rank. Checks that the ranks hold the same matrices, and all of each."""
+def gather_slices(group: Group, params: Sequence[OwnedParam]) -> list[list[TensorSlice]]:
+    """The slices that the group's ranks hold, by matrix and rank. Checks that the ranks hold the same matrices, and all of each."""
     device = params[0].value.device
     names = crc32("\n".join(param.name for param in params).encode())
     of_all = group.all_gather(torch.tensor([[names, len(params)]], device=device))
     assert (of_all == of_all[0]).all(), "ranks that share matrices hold different ones"
-    own = [[*param.shard.slice.offset, *param.shard.slice.shape] for param in params]
+    # Of a fused matrix a rank has several boxes; ranks that have fewer send empty ones.
+    counts = group.all_gather(torch.tensor([max(len(param.shard.slice.boxes) for param in params)], device=device))
+    own = [_box_table(param.shard.slice, int(counts.max())) for param in params]
     rows = group.all_gather(torch.tensor(own, device=device)[None]).transpose(0, 1).tolist()
-    boxes = [[Box((row[0], row[1]), (row[2], row[3])) for row in of_ranks] for of_ranks in rows]
-    for param, of_ranks in zip(params, boxes, strict=True):
-        distinct = {box: box.numel for box in of_ranks if box.numel}  # several ranks may hold the same box
+    slices = [[_slice_of(param.shard.slice, boxes) for boxes in of_ranks] for param, of_ranks in zip(params, rows, strict=True)]
+    for param, of_ranks in zip(params, slices, strict=True):
+        # Several ranks may hold the same box.
+        distinct = {box: box.numel for part in of_ranks for box in part.boxes if box.numel}
         height, width = param.shard.slice.whole
         count = sum(distinct.values())
         assert count == height * width, f"the ranks hold {count} of {height * width} elements of {param.name}"
-    return boxes
+    return slices
+
+
+def _box_table(part: TensorSlice, rows: int) -> list[list[int]]:
+    boxes = [[*box.offset, *box.shape] for box in part.boxes]
+    return boxes + [[0, 0, 0, 0]] * (rows - len(boxes))
+
+
+def _slice_of(like: TensorSlice, table: list[list[int]]) -> TensorSlice:
+    """The slice of another rank, from its boxes."""
+    boxes = tuple(Box((row[0], row[1]), (row[2], row[3])) for row in table)
+    return replace(like, boxes=tuple(box for box in boxes if box.numel) or boxes[:1])
 
 
 def _orthogonalize(matrix: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.sharded_model import OwnedParam, ParamShard
 from phalanx.spec.run import Memory, Precision
 from phalanx.spec.run import Optimizer as OptimizerSpec
-from phalanx.spec.tensor_slice import Box
+from phalanx.spec.tensor_slice import TensorSlice
 
 _PRECISION, _MEMORY = Precision(), Memory()
 State = Tensor | OffloadedTensor
@@ -96,8 +96,8 @@ class Resources:
     """Allocates host memory from (size in bytes, whether it is pinned): see `offload_stores.HostBuffer`."""
     scratch_file: Callable[[Path, int], Any] | None = None
     """Creates a file from (path, size in bytes): see `offload_stores.ScratchFile`."""
-    group_boxes: Callable[[Group, Sequence[OwnedParam]], list[list[Box]]] | None = None
-    """Finds the boxes that the ranks of a group hold, by parameter and rank: see `muon.gather_boxes`."""
+    group_slices: Callable[[Group, Sequence[OwnedParam]], list[list[TensorSlice]]] | None = None
+    """Finds the slices that the ranks of a group hold, by parameter and rank: see `muon.gather_slices`."""
 
 
 REAL = Resources()

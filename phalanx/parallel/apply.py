@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from phalanx import accelerator
-from phalanx.parallel import data_parallel, expert, tensor, vocab_parallel
+from phalanx.parallel import data_parallel, expert, inferred_tensor, tensor, vocab_parallel
 from phalanx.parallel.context import context_parallel
 from phalanx.parallel.data_parallel import Sharding
 from phalanx.parallel.mesh import Mesh
@@ -25,6 +25,7 @@ from phalanx.spec.plan import Plan
 from phalanx.spec.run import Run
 from phalanx.spec.tensor_slice import TensorSlice
 from phalanx.transforms import activations, compile, fp8, lora, quantize, recompute
+from phalanx.transforms.blocks import block_list
 from phalanx.transforms.quantize import QuantizedTensor
 
 _ENOUGH_FLOPS = 4e12
@@ -50,8 +51,8 @@ def apply(parts: list[nn.Module], run: Run, plan: Plan, mesh: Mesh, recipe: Reci
         for name, parameter in part.named_parameters()
     }
     if layout.tensor > 1:
-        shards = tensor.split(parts, shards, recipe.axes, mesh, sequence=layout.sequence)
-        applied["tensor"] = tensor.applied(parts, shards)
+        shards = _cut_for_tensor_ranks(parts, shards, mesh, recipe)
+        applied["tensor"] = tensor.applied(parts, shards) + inferred_tensor.stays_whole(recipe.cuts)
     shards = expert.split(parts, shards, recipe.axes, mesh)
     applied["expert"] = expert.applied(parts, shards, recipe.axes)
     if adapters is not None and adapters.dropout is not None:
@@ -65,12 +66,14 @@ def apply(parts: list[nn.Module], run: Run, plan: Plan, mesh: Mesh, recipe: Reci
         recipe = replace(recipe, fill=_filler(recipe, quantized))
         applied["base"] = quantize.applied(parts, quantized, run.lora.base)
     columns = mesh.group("tensor", use="tensor")
-    chunk = None if run.train.objective == "dpo" else run.memory.loss_chunk or None
+    chunk = _loss_chunk(parts, run, mesh)
     loss = vocab_parallel.swap(parts, columns, chunk=chunk, sequence=layout.sequence, loss=recipe.loss)
     applied["loss"] = vocab_parallel.applied(parts, loss)
     applied |= transform(parts, run, plan, mesh)
     if recipe.tied in shards and not any(getattr(part, "is_first_stage", True) for part in parts):
         shards[recipe.tied] = replace(shards[recipe.tied], counted=False)  # the last stage's copy of a tied embedding
+    for part in parts:
+        part.state_dtype = residual_dtype(run, plan, mesh)  # type: ignore[assignment]  # in which a stage returns its state
     engine = _engine(parts, shards, run, plan, mesh, recipe)
     applied["data"] = engine.applied()
     placed = ShardedModel(
@@ -93,12 +96,34 @@ def apply(parts: list[nn.Module], run: Run, plan: Plan, mesh: Mesh, recipe: Reci
     return placed
 
 
+_CHUNK = 4096
+"""Tokens whose logits exist at a time on a GPU, for a model whose memory no plan has counted part by part."""
+
+
+def _loss_chunk(parts: list[nn.Module], run: Run, mesh: Mesh) -> int | None:
+    """The planner chooses it for the built-in decoder."""
+    if run.train.objective == "dpo":
+        return None
+    if run.memory.loss_chunk is None and not run.model.is_builtin and accelerator.of(mesh.device).asynchronous:
+        return _CHUNK if all(hasattr(part, "project") for part in parts) else None
+    return run.memory.loss_chunk or None
+
+
+def _cut_for_tensor_ranks(
+    parts: list[nn.Module], shards: dict[str, ParamShard], mesh: Mesh, recipe: Recipe
+) -> dict[str, ParamShard]:
+    """By the inferred plan of a model that was not written for it, or by names of dimensions."""
+    if recipe.cuts is not None:
+        return inferred_tensor.split(parts, shards, recipe.cuts, mesh, recipe.rewritten)
+    return tensor.split(parts, shards, recipe.axes, mesh, sequence=mesh.layout.sequence)
+
+
 def _pipelined(parts: list[nn.Module], schedule: Schedule, run: Run, mesh: Mesh) -> str:
     """What this rank has of a pipeline."""
     whole = schedule.splits_backward and run.memory.recompute == "selective"
     note = "; backwards are not split, because of selective recomputation" if whole else ""
     numbers = schedule.stages_of(mesh.coordinate("pipeline"))
-    blocks = ["+".join(part.get_submodule("blocks")._modules) for part in parts]
+    blocks = ["+".join(block_list(part)[1]) for part in parts]
     stages = ", ".join(f"stage {number}: blocks {held}" for number, held in zip(numbers, blocks, strict=True))
     return f"{schedule.name}, {schedule.stages} stages on {schedule.ranks} ranks; {stages}{note}"
 
@@ -171,7 +196,7 @@ def _compiled_together(run: Run, plan: Plan, mesh: Mesh) -> int:
     """How many blocks are compiled as one function: on GPUs as many as the device computes on for some milliseconds, which is more than one
     where blocks are small, if nothing is done to single blocks (sharding, recomputation) and all are alike."""
     spec, memory, layout = run.model, run.memory, plan.layout
-    alike = spec.module is None and spec.moe is None and spec.mtp_depth == 0
+    alike = spec.is_builtin and spec.moe is None and spec.mtp_depth == 0 and len(set(spec.windows)) == 1
     single = memory.recomputes or memory.activations == "cpu" or layout.pipeline > 1 or (layout.zero == 3 and layout.shard > 1)
     if not alike or single or not accelerator.of(mesh.device).asynchronous:
         return 1

@@ -23,7 +23,8 @@ from phalanx.observe.comm_timer import began, wait
 from phalanx.parallel.buckets import Bucket, FlatBucket, ModelParam, ShardBucket, flat_bundles, model_params, shard_bundles
 from phalanx.parallel.group import Group
 from phalanx.parallel.mesh import Mesh
-from phalanx.parallel.sharded_model import Axes, Engine, OwnedParam, ParamShard, Recipe, dim_names, replace_parameter
+from phalanx.parallel.sharded_model import Engine, OwnedParam, ParamShard, Recipe, replace_parameter
+from phalanx.spec.cut_plan import Axes, dim_names
 from phalanx.spec.errors import RunError
 
 _IN_FLIGHT = 2

@@ -26,7 +26,8 @@ from torch import Tensor, nn
 
 from phalanx.parallel.group import Group
 from phalanx.parallel.mesh import Environment, Mesh
-from phalanx.parallel.sharded_model import Axes, ParamShard, dim_names, replace_parameter
+from phalanx.parallel.sharded_model import ParamShard, replace_parameter
+from phalanx.spec.cut_plan import Axes, Dim, dim_names
 from phalanx.spec.errors import RunError, either
 
 
@@ -73,7 +74,7 @@ def applied(parts: Sequence[nn.Module], shards: Mapping[str, ParamShard], axes: 
 class _Layer:
     parent: nn.Module
     experts: nn.Module
-    dims: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    dims: dict[str, tuple[Dim, ...]] = field(default_factory=dict)
     """Names of its parameters' dimensions, by full parameter name."""
 
 
@@ -116,7 +117,7 @@ def _check(layer: _Layer, shards: Mapping[str, ParamShard], mesh: Mesh) -> int:
     return count
 
 
-def _cut(shard: ParamShard, dims: tuple[str, ...], mesh: Mesh) -> ParamShard:
+def _cut(shard: ParamShard, dims: tuple[Dim, ...], mesh: Mesh) -> ParamShard:
     partial: tuple[str, ...] = ()
     for dim, axis in (("expert", "expert"), ("ffn", "expert_tensor")):
         if mesh.size(axis) > 1 and dim in dims:

@@ -219,8 +219,12 @@ def _blocks(module: nn.Module) -> Iterator[nn.Module]:
     """The members of its lists and dictionaries of modules; anything else may be read without being called."""
     for child in module.children():
         if isinstance(child, _CONTAINERS):
-            yield from (grandchild for grandchild in child.children() if not isinstance(grandchild, _CONTAINERS))
+            yield from (inner for inner in child.children() if not isinstance(inner, _CONTAINERS) and _has_parameters(inner))
             yield from _blocks(child)
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
 
 
 def _experts_placement(parameter: nn.Parameter, ranks: int) -> Shard:

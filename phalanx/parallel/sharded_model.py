@@ -7,7 +7,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from fnmatch import fnmatchcase
 from typing import Any, Protocol, Self
 
 import torch
@@ -16,16 +15,10 @@ from torch import Tensor, nn
 from phalanx.parallel.group import Group
 from phalanx.parallel.mesh import AXES, Mesh
 from phalanx.schedules.actions import Schedule
+from phalanx.spec.cut_plan import Axes, CutPlan
 from phalanx.spec.tensor_slice import TensorSlice
 from phalanx.transforms.lora import Adapters
 from phalanx.transforms.quantize import QuantizedTensor
-
-Axes = Mapping[str, tuple[str, ...]]
-"""Parameter-name pattern to the names of its dimensions; the first that matches counts."""
-
-
-def dim_names(name: str, axes: Axes) -> tuple[str, ...]:
-    return next((dims for pattern, dims in axes.items() if fnmatchcase(name, pattern)), ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +42,12 @@ class ParamShard:
     def full(cls, tensor: Tensor, *, frozen: bool = False) -> Self:
         return cls(TensorSlice.full(tensor.shape), frozen=frozen)
 
-    def cut(self, dim: int, index: int, count: int, axis: str) -> Self:
-        """The index-th of `count` chunks along `dim`, divided over a mesh axis. Trailing chunks may be shorter or empty."""
-        return replace(self, slice=self.slice.cut(dim, index, count), split=(*self.split, axis))
+    def cut(self, dim: int, index: int, count: int, axis: str, segments: Sequence[int] | None = None) -> Self:
+        """The index-th of `count` chunks along `dim`, divided over a mesh axis; of a fused dimension, the index-th of each segment. Trailing
+        chunks may be shorter or empty."""
+        fused = segments is not None and len(segments) > 1
+        part = self.slice.cut_segments(dim, segments, index, count) if fused and segments else self.slice.cut(dim, index, count)
+        return replace(self, slice=part, split=(*self.split, axis))
 
 
 @dataclass(slots=True)
@@ -116,6 +112,8 @@ class Engine(Protocol):
 
 Fill = Callable[[str, Tensor, ParamShard], None]
 """Writes the initial values of a parameter's shard into a tensor."""
+Rewrite = Callable[[nn.Module, int, Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]], Callable[..., Any]]
+"""Makes the forward that runs in place of a module's own, from the module, the rank's index, and what enters and leaves a region."""
 Loss = Callable[[Any, Tensor], Tensor]
 """Sum of the losses of all targets, from what the model returned."""
 
@@ -125,6 +123,7 @@ class Recipe:
     """What `parallel/apply` has to know about a model; the model's own room provides it."""
 
     axes: Axes
+    """Names of dimensions; tensor parallelism reads them where there are no `cuts`."""
     fill: Fill
     reset_buffers: Callable[[nn.Module], None]
     loss: Loss
@@ -133,6 +132,10 @@ class Recipe:
     """Of a pipeline."""
     tied: str | None = None
     """The parameter that first and last stage both hold, where the embedding is the head too."""
+    cuts: CutPlan | None = None
+    """Tensor parallelism of a module that was not written for it."""
+    rewritten: Mapping[str, Rewrite] = field(default_factory=dict)
+    """Of the modules that `cuts.rewritten` names."""
 
 
 @dataclass(slots=True)

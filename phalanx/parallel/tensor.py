@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from phalanx.parallel.group import Group
 from phalanx.parallel.mesh import Mesh
-from phalanx.parallel.sharded_model import Axes, ParamShard, dim_names, replace_parameter
+from phalanx.parallel.sharded_model import ParamShard, replace_parameter
+from phalanx.spec.cut_plan import Axes, Dim, dim_names, roles, segments
 from phalanx.spec.errors import RunError
 from phalanx.spec.model import ModelSpec
 from phalanx.transforms.fp8 import product_of
@@ -51,23 +52,26 @@ class ReduceFromTP:
     sliced: bool
 
     def __call__(self, module: nn.Linear, args: tuple[Any, ...], y_BSD: Tensor) -> Tensor:
-        y_BSD = _leave(y_BSD, self.group, self.sliced)
+        y_BSD = leave(y_BSD, self.group, self.sliced)
         return y_BSD if module.bias is None else y_BSD + module.bias.to(y_BSD.dtype)
 
 
-def _lookup(whole: Callable[[Tensor], Tensor], shard: ParamShard, group: Group, sliced: bool) -> Callable[[Tensor], Tensor]:
+def vocabulary_lookup(
+    whole: Callable[[Tensor], Tensor], shard: ParamShard, group: Group, sliced: bool
+) -> Callable[[Tensor], Tensor]:
     """The forward of an embedding of which this rank holds some rows: tokens in other ranks' rows give zeros here."""
 
     def forward(tokens_BS: Tensor) -> Tensor:
         local_BS = tokens_BS - shard.slice.offset[0]
         elsewhere_BS = (local_BS < 0) | (local_BS >= shard.slice.shape[0])
         x_BSD = whole(local_BS.masked_fill(elsewhere_BS, 0)).masked_fill(elsewhere_BS[..., None], 0.0)
-        return _leave(x_BSD, group, sliced)
+        return leave(x_BSD, group, sliced)
 
     return forward
 
 
-def _leave(x_BSD: Tensor, group: Group, sliced: bool) -> Tensor:
+def leave(x_BSD: Tensor, group: Group, sliced: bool) -> Tensor:
+    """The sum over the ranks; sliced: this rank's positions of it."""
     return group.scatter_from_region(x_BSD, 1) if sliced else group.reduce_from_region(x_BSD)
 
 
@@ -86,13 +90,26 @@ class KvSelect:
         # Groups of equal size stay groups; else every query head gets a copy of its own.
         self.chosen = tuple(different if even else chosen)
 
-    def __call__(self, q_BHSE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, *rest: Any) -> Tensor:
-        return self.inner(q_BHSE, self._own(k_BKTE), self._own(v_BKTE), *rest)
+    def __call__(self, q_BHSE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, *rest: Any, **more: Any) -> Tensor:
+        return self.inner(q_BHSE, self.own(k_BKTE), self.own(v_BKTE), *rest, **more)
 
-    def _own(self, x_BKTE: Tensor) -> Tensor:
+    def own(self, x_BKTE: Tensor) -> Tensor:
         if self.chosen == tuple(range(self.chosen[0], self.chosen[-1] + 1)):
             return x_BKTE[:, self.chosen[0] : self.chosen[-1] + 1]
         return torch.stack([x_BKTE[:, head] for head in self.chosen], dim=1)  # an index tensor would have to live on the device
+
+
+class GroupKvSelect:
+    """The same, where the numbers of heads are known when it is called: every rank of the group has as many query heads."""
+
+    def __init__(self, inner: Callable[..., Tensor], group: Group):
+        self.inner, self.group = inner, group
+
+    def __call__(self, q_BHSE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, *rest: Any, **more: Any) -> Tensor:
+        count = q_BHSE.shape[1]
+        heads = range(self.group.index * count, (self.group.index + 1) * count)
+        select = KvSelect(self.inner, heads, count * self.group.size // k_BKTE.shape[1])
+        return select(q_BHSE, k_BKTE, v_BKTE, *rest, **more)
 
 
 def computed(x: Tensor) -> Tensor:
@@ -123,7 +140,8 @@ def split(
             module = part.get_submodule(owner)
             if module not in done:
                 if (dim := table.cut(name)) is not None:
-                    shards[name] = shards[name].cut(dim, group.index, group.size, "tensor")
+                    sizes = segments(table.dims[name][dim])
+                    shards[name] = shards[name].cut(dim, group.index, group.size, "tensor", sizes)
                     _shrink(module, leaf, shards[name])
                 elif table.partial(name):
                     shards[name] = replace(shards[name], partial=("tensor",))
@@ -163,7 +181,7 @@ class _Table:
         self.dims = {name: dim_names(name, axes) for name, _ in part.named_parameters()}
         self.modules = dict(part.named_modules())
         linears = [name for name, module in self.modules.items() if isinstance(module, nn.Linear)]
-        self.rows = [name for name in linears if self.dims[f"{name}.weight"][1] in CUT]
+        self.rows = [name for name in linears if _shared(self.dims[f"{name}.weight"][1])]
         """Linear layers that read a cut dimension."""
         self.heads = [name for name in linears if self.dims[f"{name}.weight"][0] == "vocab"]
         """Linear layers that give logits."""
@@ -171,7 +189,7 @@ class _Table:
         """Modules that hold a linear layer which reads a cut dimension."""
         self.routed = list(dict.fromkeys(self._dispatchers()))
         """Modules that send tokens to experts: the nearest ones with a `dispatch` around parameters of experts."""
-        self.whole_kv = any("kv_heads" in dims for dims in self.dims.values()) and self.spec.kv % ranks != 0
+        self.whole_kv = any("kv_heads" in _roles(dims) for dims in self.dims.values()) and self.spec.kv % ranks != 0
         """Whether there are key/value heads and the ranks cannot share them evenly."""
         self.whole_vocabulary = not hasattr(part, "project") and not self.heads
         """The model multiplies by its embedding in a way of its own: nobody can step in there, so every rank does all of it."""
@@ -190,7 +208,7 @@ class _Table:
         kept = {"kv_heads"} if self.whole_kv else set()
         if self.whole_vocabulary:
             kept.add("vocab")
-        return next((index for index, dim in enumerate(dims) if dim in CUT and dim not in kept), None)
+        return next((index for index, dim in enumerate(dims) if _shared(dim) and not kept.intersection(roles(dim))), None)
 
     def partial(self, name: str) -> bool:
         """Whether each rank has a partial gradient of a parameter that all hold."""
@@ -202,7 +220,7 @@ class _Table:
 
     def problems(self, shards: Mapping[str, ParamShard]) -> Iterator[str]:
         """What would not be exact. The built-in decoder has none of these but the first."""
-        if any("heads" in dims for dims in self.dims.values()) and self.spec.heads % self.ranks:
+        if any("heads" in _roles(dims) for dims in self.dims.values()) and self.spec.heads % self.ranks:
             yield (
                 f"layout.tensor = {self.ranks} does not divide model.heads = {self.spec.heads}, and heads stay whole: "
                 f"choose a divisor of {self.spec.heads}."
@@ -210,7 +228,7 @@ class _Table:
         for name, dims in self.dims.items():
             if self.cut(name) is not None and "vocab" not in dims and not _within(name, self.regions):
                 yield (
-                    f"AXES names a dimension of {name} {dims[self.cut(name) or 0]!r}, which layout.tensor = {self.ranks} cuts, "
+                    f"AXES names a dimension of {name} {_word(dims[self.cut(name) or 0])}, which layout.tensor = {self.ranks} cuts, "
                     "but no linear layer of its module reads that dimension: give it another name to keep it whole."
                 )
             if dims == ("model",) and name not in self._row_biases and _within(name, self.regions):
@@ -221,24 +239,56 @@ class _Table:
         for region in self.regions:
             if region == "":
                 yield "linear layers that layout.tensor cuts stand in the model itself: put them into a module of their own."
-            keys = any("kv_heads" in dims and _within(name, [region]) for name, dims in self.dims.items())
+            keys = any("kv_heads" in _roles(dims) and _within(name, [region]) for name, dims in self.dims.items())
             if keys and self.whole_kv and not hasattr(self.modules[region], "attend"):
                 yield (
                     f"layout.tensor = {self.ranks} does not divide model.kv_heads = {self.spec.kv}, and {region} has no "
                     "attribute `attend` through which its query heads could be given their keys: choose a divisor."
                 )
         for name, dims in self.dims.items():
-            for kind, count in (("heads", self.spec.heads), ("kv_heads", self.spec.kv)):
-                if kind in dims and (size := shards[name].slice.whole[dims.index(kind)]) % count:
-                    yield (
-                        f"AXES names a dimension of {name} {kind!r}, but model.{kind} = {count} does not divide "
-                        f"its {size} elements: whole heads could not be cut."
-                    )
+            for dim, size in zip(dims, shards[name].slice.whole, strict=False):
+                yield from self._uneven(name, dim, size)
         if self.sequence and self.whole_vocabulary and getattr(self.part, "is_last_stage", True):
             yield (
                 "layout.sequence = true needs a model that gives its logits through a linear layer whose first dimension AXES "
                 "names 'vocab', or through an attribute `project`: take layout.sequence = false."
             )
+
+    def _uneven(self, name: str, dim: Dim, size: int) -> Iterator[str]:
+        """Why a dimension cannot be divided as it is named."""
+        sizes = segments(dim) or (size,)
+        if sum(sizes) != size:
+            yield f"AXES names segments of {' + '.join(map(str, sizes))} = {sum(sizes)} elements for a dimension of {name} that has {size}."
+        for kind, length in zip(roles(dim), sizes, strict=True):
+            count = {"heads": self.spec.heads, "kv_heads": self.spec.kv}.get(kind, 1)
+            if length % count:
+                yield (
+                    f"AXES names a dimension of {name} {kind!r}, but model.{kind} = {count} does not divide "
+                    f"its {length} elements: whole heads could not be cut."
+                )
+            elif len(sizes) > 1 and _shared(dim) and length % self.ranks:
+                yield f"layout.tensor = {self.ranks} does not divide the {length} elements of the segment {kind!r} of {name}: choose a divisor."
+        if len(sizes) > 1 and _shared(dim):
+            if others := [kind for kind in roles(dim) if kind not in CUT]:
+                yield f"AXES names segments of one dimension of {name} that ranks share and {others[0]!r}, which they do not: name all alike."
+            if self.whole_kv and "kv_heads" in roles(dim):
+                yield (
+                    f"layout.tensor = {self.ranks} does not divide model.kv_heads = {self.spec.kv}, and {name} holds keys and values in one "
+                    "matrix with queries: choose a divisor, or use separate matrices."
+                )
+
+
+def _roles(dims: tuple[Dim, ...]) -> set[str]:
+    return {role for dim in dims for role in roles(dim)}
+
+
+def _shared(dim: Dim) -> bool:
+    """Whether the tensor group shares a dimension."""
+    return any(role in CUT for role in roles(dim))
+
+
+def _word(dim: Dim) -> str:
+    return repr(dim) if isinstance(dim, str) else " | ".join(map(repr, roles(dim)))
 
 
 def _shrink(module: nn.Module, leaf: str, shard: ParamShard) -> None:
@@ -270,17 +320,17 @@ def _install(table: _Table, shards: Mapping[str, ParamShard], group: Group, done
         if name in table.rows:
             module.register_forward_hook(ReduceFromTP(group, table.sliced(name)))
             if module.bias is not None:
-                module.forward = partial(_product, module)
+                module.forward = partial(linear_product, module)
         if name in table.heads and not hasattr(table.part, "project"):
             module.register_forward_pre_hook(CopyToTP(group, table.sequence))
         if isinstance(module, nn.Embedding) and not _within(name, table.regions):
             if "tensor" in shards[f"{name}.weight"].split:
-                module.forward = _lookup(module.forward, shards[f"{name}.weight"], group, table.sequence)  # type: ignore[assignment, method-assign]
+                module.forward = vocabulary_lookup(module.forward, shards[f"{name}.weight"], group, table.sequence)  # type: ignore[assignment, method-assign]
             elif table.sequence:
                 module.register_forward_pre_hook(lambda module, args: (group.own_chunk(args[0], 1), *args[1:]))
 
 
-def _product(module: nn.Linear, x: Tensor) -> Tensor:
+def linear_product(module: nn.Linear, x: Tensor) -> Tensor:
     """Forward of a linear layer whose bias `ReduceFromTP` adds. It reads the weight at each call, because sharding replaces it."""
     return module.product(x) if isinstance(module, QuantizedLinear) else product_of(module)(x, module.weight, None)
 

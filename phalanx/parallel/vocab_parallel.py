@@ -36,12 +36,16 @@ class Projected:
 
     x_BSD: Tensor
     weight_VD: Tensor
+    cap: float | None = None
+    """Soft cap of the logits; None: none."""
 
 
 # Wrappers of modules look for tensors in what a forward returns, to learn from their gradients that the backward has begun.
 # The states serve them; the weight must stay hidden, as it outlives the step and would gather their hooks.
 pytree.register_pytree_node(
-    Projected, lambda node: ([node.x_BSD], node.weight_VD), lambda children, weight: Projected(next(iter(children)), weight)
+    Projected,
+    lambda node: ([node.x_BSD], (node.weight_VD, node.cap)),
+    lambda children, rest: Projected(next(iter(children)), *rest),
 )
 
 
@@ -85,6 +89,8 @@ class Project:
 
     enter: CopyToTP
     chunked: bool
+    cap: float | None = None
+    """Soft cap of the logits; None: none."""
 
     def __call__(self, x_BSD: Tensor, weight_VD: Tensor, /) -> Any:
         if self.enter.group.size > 1:
@@ -92,7 +98,10 @@ class Project:
             # It leaves the model as it is: FSDP2, which hangs its backward on what leaves, wants no view of something inside.
             x_BSD = x_BSD.clone() if self.chunked else x_BSD
         # Converted now, as the loss is taken where no format is asked for any more.
-        return Projected(computed(x_BSD), computed(weight_VD)) if self.chunked else F.linear(x_BSD, weight_VD)
+        if self.chunked:
+            return Projected(computed(x_BSD), computed(weight_VD), self.cap)
+        logits_BSV = F.linear(x_BSD, weight_VD)
+        return logits_BSV if self.cap is None else self.cap * torch.tanh(logits_BSV / self.cap)
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,9 +119,8 @@ class VocabularyLoss:
         if isinstance(projected, Projected):
             assert self.chunk is not None
             x_ND = projected.x_BSD.flatten(0, 1)
-            return _Chunked.apply(
-                x_ND, projected.weight_VD, targets_BS.flatten(), self.share, (self.chunk, torch.is_grad_enabled())
-            )
+            how = self.chunk, torch.is_grad_enabled(), projected.cap
+            return _Chunked.apply(x_ND, projected.weight_VD, targets_BS.flatten(), self.share, how)
         if projected.shape[-1] == self.rows:
             return self.whole(projected, targets_BS)
         return _Parallel.apply(projected.flatten(0, 1), targets_BS.flatten(), self.share)
@@ -136,7 +144,7 @@ def swap(parts: list[nn.Module], group: Group, *, chunk: int | None, sequence: b
     assert isinstance(spec, ModelSpec), "build gives every model its spec"
     for part in parts:
         if hasattr(part, "project"):
-            part.project = Project(CopyToTP(group, sequence), chunk is not None)  # type: ignore[assignment]
+            part.project = Project(CopyToTP(group, sequence), chunk is not None, spec.logit_cap)  # type: ignore[assignment]
         elif chunk is not None:
             raise RunError(
                 f"a loss in chunks of {chunk} tokens needs a model that gives its logits through an attribute `project`, "
@@ -196,11 +204,15 @@ class _ParallelTokens(torch.autograd.Function):
 
 
 class _Chunked(torch.autograd.Function):
-    """Cross-entropy of x · weightᵀ, some tokens at a time. Both gradients are computed together with the loss, for a gradient of 1."""
+    """Cross-entropy of x · weightᵀ, some tokens at a time. Both gradients are computed together with the loss, for a gradient of 1.
+
+    `how`: tokens at a time, whether gradients are wanted, and the soft cap of the logits."""
 
     @staticmethod
-    def forward(ctx: Any, x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, share: Share, how: tuple[int, bool]) -> Tensor:
-        chunk, training = how
+    def forward(
+        ctx: Any, x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, share: Share, how: tuple[int, bool, float | None]
+    ) -> Tensor:
+        chunk, training, cap = how
         total = torch.zeros((), dtype=torch.float32, device=x_ND.device)
         wanted_x, wanted_weight = (training and needed for needed in ctx.needs_input_grad[:2])
         dx_ND = torch.empty_like(x_ND) if wanted_x else None
@@ -211,11 +223,18 @@ class _Chunked(torch.autograd.Function):
             for first in range(0, len(x_ND), chunk):
                 now = slice(first, first + chunk)
                 logits_NV = F.linear(x_ND[now], weight_VD)
+                slope_NV = None
+                if cap is not None:
+                    bounded_NV = logits_NV.div_(cap).tanh_()
+                    slope_NV = 1 - bounded_NV.square() if wanted_x or wanted_weight else None
+                    logits_NV = bounded_NV.mul_(cap)
                 if not (wanted_x or wanted_weight):
                     total += share.losses(logits_NV[:, :columns], targets_N[now])[0].sum()
                     continue
                 # Columns of the padding are 0 and stay so: they add nothing to the gradients.
                 total += share.losses_and_gradient_(logits_NV[:, :columns], targets_N[now]).sum()
+                if slope_NV is not None:
+                    logits_NV *= slope_NV
                 if dx_ND is not None:
                     torch.mm(logits_NV, weight_VD, out=dx_ND[now])
                 if dweight_VD is not None:

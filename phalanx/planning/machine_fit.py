@@ -49,7 +49,7 @@ def judge_plan(run: Run, machine: Machine, plan: Plan, *, any_micro_batch: bool 
     """The cost model's prediction for a plan on this machine; what the run leaves open of recomputation and offload, and with
     `any_micro_batch` of the micro-batch, is the fastest that fits. On CPUs the memory is that of the process. A custom schedule counts as
     GPipe, which holds most activations. None where the cost model does not know the model or the layout."""
-    if run.model.module is not None and not is_counted(run.model):
+    if not run.model.is_builtin and not is_counted(run.model):
         return None
     layout, train = plan.layout, run.train
     if layout.schedule_file is not None:
@@ -143,7 +143,7 @@ def replicas(request: PlanRequest) -> int:
 def fit(request: PlanRequest, layout: Layout, *, save_memory: bool) -> PlannedRun:
     """The micro-batch, recomputation and offload of a layout, as far as the run leaves them open. `save_memory`: blocks are recomputed
     where nothing else fits or it is clearly faster; where that is not enough, optimizer states leave the device."""
-    known = request.run.model.module is None and request.run.layout.schedule_file is None
+    known = request.run.model.is_builtin and request.run.layout.schedule_file is None
     if request.device == "cuda" and known and (planned := _fit_by_cost(request, layout, save_memory)) is not None:
         return planned
     tried: PlannedRun | None = None
@@ -182,7 +182,7 @@ def _savings(request: PlanRequest, save_memory: bool) -> Iterator[Memory]:
     memory = request.run.memory
     last = _without_auto(memory)
     yield last
-    if not save_memory or request.run.model.module is not None:
+    if not save_memory or not request.run.model.is_builtin:
         return
     if memory.recompute == "auto":
         yield replace(last, recompute="selective")
@@ -249,13 +249,13 @@ def _room(request: PlanRequest, layout: Layout) -> float:
     """Bytes of a rank that a plan may fill."""
     if request.device == "cpu":
         return CPU_SHARE * request.this_machine.memory / layout.ranks
-    share = SAFE if request.run.model.module is None else _MODULE_SHARE
+    share = SAFE if request.run.model.is_builtin else _MODULE_SHARE
     return share * request.smallest_gpu(layout.ranks).memory
 
 
 def _another_layout_fits(request: PlanRequest) -> bool:
     run = request.run
-    if run.layout == Layout() or run.model.module is not None or request.device == "cpu":
+    if run.layout == Layout() or not run.model.is_builtin or request.device == "cpu":
         return False
     return find(replace(run, layout=Layout()), request.cluster, most=1, gpus=request.started) is not None
 

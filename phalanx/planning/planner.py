@@ -48,7 +48,7 @@ def plan(request: PlanRequest) -> PlanReport:
     if request.given:
         return _judged(request)
     default = (request.aim, request.limits, request.free) == ("time", NO_LIMITS, False)
-    if request.machine is not None and default and (request.run.model.module is None or is_counted(request.run.model)):
+    if request.machine is not None and default and (request.run.model.is_builtin or is_counted(request.run.model)):
         return _plan_here(request, request.machine)
     run, devices = free_run(request.run) if request.free else request.run, request.cluster
     result = search(run, devices, aim=request.aim, limits=request.limits, most=request.top)
@@ -112,7 +112,9 @@ def plan_run(run: Run, machine: Machine | None, ranks: int | None = None, size: 
         best = search(run, request.cluster).best
         made = replace(request.plan(best.layout, best.micro_batch), promise=promise_of(best))
         return PlannedRun(replace(run, memory=best.with_savings(run.memory)), _placed(request, made))
-    is_open = run.layout == Layout() and run.model.module is None
+    if run.engine.name == "xla":
+        return _of_xla(_as_given(request, searched=True))
+    is_open = run.layout == Layout() and run.model.is_builtin
     try:
         planned = _as_given(request)
     except _TooLarge:
@@ -125,6 +127,12 @@ def plan_run(run: Run, machine: Machine | None, ranks: int | None = None, size: 
         with suppress(RunError):
             return _as_searched(request, better)
     return planned
+
+
+def _of_xla(planned: PlannedRun) -> PlannedRun:
+    """The layout as given. The cost model knows only what the torch engine does: it promises nothing, and opens no choice for another engine."""
+    memory = replace(planned.run.memory, compile=None, cuda_graphs=None, loss_chunk=None, offload="none")
+    return replace(planned, run=replace(planned.run, memory=memory), plan=replace(planned.plan, promise=None))
 
 
 def keep_layout(

@@ -52,7 +52,7 @@ class PlanReport(SearchResult):
     @property
     def model_name(self) -> str:
         model = self.run.model
-        return model.preset or model.module or model.from_ or "a model"
+        return model.preset or model.module or model.from_ or (model.custom_key if model.config else None) or "a model"
 
     @property
     def tokens(self) -> int:
@@ -158,9 +158,10 @@ def _fixed_keys(run: Run, result: SearchResult) -> list[str]:
 
 def _module_assumptions(run: Run) -> Iterator[str]:
     """What is known of a custom module, and what is not."""
-    name, size = run.model.module, run.model.measured
-    if name is None:
+    size = run.model.measured
+    if run.model.is_builtin:
         return
+    name = run.model.module or run.model.custom_key
     if size is None:
         yield f"The planner does not know what {name} computes: it assumes a decoder of the sizes in the run file."
         return
@@ -175,7 +176,7 @@ def _module_assumptions(run: Run) -> Iterator[str]:
     yield (
         f"How fast the kernels of {name} are is not known: its FLOPs count like matrix products, and the bytes that it keeps like memory traffic."
     )
-    yield "A custom module is not cut into stages, sequences or experts, and tensor parallelism is as layout.tensor says."
+    yield "A custom module is not cut into stages, sequences or experts, and tensor parallelism is as layout.tensor and layout.sequence say."
 
 
 def why(result: SearchResult, aim: Literal["time", "price"]) -> list[str]:

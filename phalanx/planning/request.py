@@ -79,7 +79,7 @@ class PlanRequest:
         model = self.run.model
         if model.measured is not None:
             return model.measured
-        assert model.module is None, "a custom module is measured before it is planned for"
+        assert model.is_builtin, "a custom module is measured before it is planned for"
         return Size(
             parameters=model.parameters(),
             active=model.active_parameters(),

@@ -75,10 +75,10 @@ class SolveReport:
 
 def solve(run: Run, hardware: Hardware, what: What = "gpus", limits: Limits = NO_LIMITS) -> SolveReport:
     """The answer to one question. RunError where there is none."""
-    if what == "model" and run.model.module is not None:
+    if what == "model" and not run.model.is_builtin:
         raise RunError(
-            f"--solve model scales a built-in decoder, but model.module = {run.model.module!r} has the size that it has: remove --solve, or "
-            "model.module."
+            f"--solve model scales a built-in decoder, but {run.model.custom_key} has the size that it has: remove --solve, or "
+            "name a preset."
         )
     answers = {"gpus": _cluster, "model": _model, "batch": _batch}
     return answers[what](run, hardware, limits)
@@ -355,7 +355,7 @@ def with_batch(run: Run, batch: int) -> Run:
 def _smaller_model(run: Run, hardware: Hardware, fits: _Fits) -> Iterator[str]:
     """A model with fewer layers; where almost none would be left, also narrower."""
     model = run.model
-    if model.module is not None:
+    if not model.is_builtin:
         return
 
     def carries(smaller: ModelSpec) -> bool:

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from phalanx.kernels.document_attention import BACKWARD
+from phalanx.kernels import document_attention, sink_attention
 from phalanx.observe.comm_timer import replaced
 
 GPU = torch.device("cuda", 0)
@@ -382,7 +382,8 @@ FORMULAS: dict[Any, Formula] = {
     _aten._scaled_dot_product_cudnn_attention_backward.default: _cudnn_backward,
     _aten._scaled_dot_product_flash_attention_backward.default: _flash_backward,
     _aten._scaled_dot_product_efficient_attention_backward.default: _efficient_backward,
-    BACKWARD.default: _document_backward,
+    document_attention.BACKWARD.default: _document_backward,
+    sink_attention.BACKWARD.default: _efficient_backward,
     _aten.embedding_dense_backward.default: _embedding_backward,
     _aten.logsumexp.default: lambda args, _: _bytes(args[0]),
     _aten._softmax_backward_data.default: lambda args, _: _bytes(args[0]),

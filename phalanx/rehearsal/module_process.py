@@ -24,8 +24,9 @@ from phalanx.spec.layout import Layout
 from phalanx.spec.load import loads
 from phalanx.spec.plan import Plan, Size
 from phalanx.spec.run import Memory, Run
-from phalanx.worker.measure_process import measure, print_size
+from phalanx.worker.measure_process import fewest_replicas, measure, print_size
 
+_DEGREES = ("tensor", "shard", "context", "pipeline", "expert")
 _MANY = 64
 """Sequences of the smaller of two traced micro-batches: so many that activations, not states, make the peak of a step."""
 
@@ -65,14 +66,14 @@ def traced(run: Run, size: Size, compute: Literal["fp32", "bf16", "fp16", "fp8"]
         return replace(size, untraced=error.problems[0])
     if alone.error is not None:
         return replace(size, untraced=f"On fake tensors its step fails: {alone.error}")
-    layout = replace(run.layout, data=1)
-    if layout.ranks > 1 and (failure := step(layout, 1).error) is not None:
-        keys = [f"layout.{key} = {getattr(layout, key)}" for key in ("tensor", "shard") if getattr(layout, key) > 1]
+    layout = fewest_replicas(run.layout)
+    if replace(layout, data=1).ranks > 1 and (failure := step(layout, 1).error) is not None:
+        keys = [f"layout.{key} = {getattr(layout, key)}" for key in _DEGREES if getattr(layout, key) > 1]
         raise RunError(
-            f"model.module = {run.model.module!r} computes its step on one device, but not with {' and '.join(keys)}: {failure}. Its forward "
+            f"{run.model.custom_key} computes its step on one device, but not with {' and '.join(keys)}: {failure}. Its forward "
             f"must call every layer and infer the sizes that ranks share (docs/own-model.md); or set {keys[0].partition(' ')[0]} = 1."
         )
-    tensor = Layout(data=1, tensor=layout.tensor)
+    tensor = Layout(data=1, tensor=layout.tensor, sequence=layout.sequence)
     fewer, more = (alone if tensor.ranks == 1 else step(tensor, _MANY)), step(tensor, 2 * _MANY)
     tokens = _MANY * run.train.sequence_length
     size = replace(

@@ -91,6 +91,8 @@ def rehearsal_job(run: Run, machine: Machine, size: Size | None = None, memory: 
     A layout and micro-batch of the run file are used as they are, even if the planner's estimate says that they do not fit: a rehearsal
     finds out.
     """
+    if run.engine.name != "torch":
+        raise RunError([f'engine.name = "{run.engine.name}" has no rank to rehearse: set engine.name = "torch".'])
     named = planned(run)
     request = PlanRequest(run, None if named else machine, module_size=size)
     if named and request.cluster.device == "tpu":
@@ -99,7 +101,7 @@ def rehearsal_job(run: Run, machine: Machine, size: Size | None = None, memory: 
     gpus = request.cluster.gpus if named else len(machine.gpus) if device == "cuda" else 0
     if run.train.micro_batch is not None and (run.layout.data is not None or gpus):
         plan = _given(request, gpus)
-        if device == "cuda" and run.model.module is None:
+        if device == "cuda" and run.model.is_builtin:
             run = _as_planned(run, plan, request)
     else:
         chosen = plan_run(run, request.machine, size=size)
@@ -153,6 +155,8 @@ def distinct_ranks(run: Run, plan: Plan) -> dict[int, int]:
     order = schedule_for(layout, plan.accumulation)
     if order is None:
         return {0: layout.ranks}
+    if not run.model.is_builtin:  # which blocks a stage has is known when the module is built
+        return {rank * each: each for rank in range(layout.pipeline)}
     costs = flop_costs(run.model, run.train.sequence_length)
     ranges = cut(costs.blocks, costs.first, costs.last, order.stages)
     kinds: dict[Any, list[int]] = {}

@@ -34,7 +34,7 @@ from phalanx.rehearsal.fake_gpu import RehearsalDevice
 from phalanx.rehearsal.op_tracker import OpTracker
 from phalanx.spec.plan import Plan
 from phalanx.spec.run import Run
-from phalanx.spec.tensor_slice import Box, TensorSlice, chunk
+from phalanx.spec.tensor_slice import TensorSlice, chunk
 from phalanx.training.build import TrainState, absent_place, build, fake_process_group, lazy_fsdp_chunks
 from phalanx.training.dpo import Pairs
 from phalanx.training.micro_batch import MicroBatch
@@ -68,26 +68,30 @@ class RehearsedEnvironment(Environment):
 
 
 def optimizer_resources(mesh: Mesh) -> Resources:
-    """Memory, files and peers of an optimizer in a rehearsal: tensors without memory, and boxes computed from those of this rank."""
+    """Memory, files and peers of an optimizer in a rehearsal: tensors without memory, and slices computed from those of this rank."""
 
-    def boxes(group: Group, params: Sequence[OwnedParam]) -> list[list[Box]]:
+    def slices(group: Group, params: Sequence[OwnedParam]) -> list[list[TensorSlice]]:
         tensor = mesh.size("tensor")
         return [tiles(group, param.shard, tensor if "tensor" in param.shard.split else 1) for param in params]
 
-    return Resources(folder=Path("offload"), host_buffer=FakeHostBuffer, scratch_file=FakeScratchFile, group_boxes=boxes)
+    return Resources(folder=Path("offload"), host_buffer=FakeHostBuffer, scratch_file=FakeScratchFile, group_slices=slices)
 
 
-def tiles(group: Group, spot: ParamShard, tensor: int) -> list[Box]:
-    """The boxes of all ranks of a group: tensor ranks, which are neighbours, split a matrix along one dimension, and the ranks that share
+def tiles(group: Group, spot: ParamShard, tensor: int) -> list[TensorSlice]:
+    """The slices of all ranks of a group: tensor ranks, which are neighbours, split a matrix along one dimension, and the ranks that share
     state split those parts."""
     shards = group.size // tensor
+    if (
+        len(spot.slice.boxes) > 1
+    ):  # of a fused matrix, whose segments are known to its own table: parts of one size stand for all
+        return [spot.slice] * group.size
     for first, second in product(range(2), repeat=2):
-        boxes: list[Box] = []
+        slices: list[TensorSlice] = []
         for index in range(group.size):
             whole = TensorSlice.full(spot.slice.whole)
-            boxes += whole.cut(first, index % tensor, tensor).cut(second, index // tensor, shards).boxes
-        if boxes[group.index] == spot.slice.boxes[0]:
-            return boxes
+            slices.append(whole.cut(first, index % tensor, tensor).cut(second, index // tensor, shards))
+        if slices[group.index].boxes[0] == spot.slice.boxes[0]:
+            return slices
     raise AssertionError(f"{spot} is split in a way that rehearsals do not support")
 
 

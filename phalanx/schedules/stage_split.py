@@ -54,15 +54,16 @@ def cut(costs: Sequence[float], first: float, last: float, stages: int) -> list[
 
 def flop_costs(spec: ModelSpec, sequence: int) -> Costs:
     """Costs in floating-point operations per token. The embedding look-up has none; its gradient costs one addition per value."""
-    plain = replace(spec, mtp_depth=0, moe=None, layers=1)
-    dense = _block(plain, sequence)
+    plain = replace(spec, mtp_depth=0, moe=None, layers=1, window=None, window_from=0, global_every=None)
     last = spec.flops_per_token(sequence) - replace(spec, mtp_depth=0).flops_per_token(sequence)
-    last += plain.flops_per_token(sequence) - dense
-    sparse = dense if spec.moe is None else _block(replace(plain, moe=replace(spec.moe, dense_layers=0)), sequence)
-    blocks = (dense,) * spec.dense_layers + (sparse,) * (spec.layers - spec.dense_layers)
-    return Costs(first=float(spec.dim), blocks=blocks, last=last)
+    last += plain.flops_per_token(sequence) - _block(plain, None, sequence)
+    sparse = plain if spec.moe is None else replace(plain, moe=replace(spec.moe, dense_layers=0))
+    kinds = [(plain if layer < spec.dense_layers else sparse, spec.window_of(layer)) for layer in range(spec.layers)]
+    costs = {kind: _block(*kind, sequence) for kind in set(kinds)}
+    return Costs(first=float(spec.dim), blocks=tuple(costs[kind] for kind in kinds), last=last)
 
 
-def _block(spec: ModelSpec, sequence: int) -> float:
+def _block(spec: ModelSpec, window: int | None, sequence: int) -> float:
     """FLOPs per token of one block: the difference between two layers and one."""
-    return replace(spec, layers=2).flops_per_token(sequence) - spec.flops_per_token(sequence)
+    two, one = replace(spec, layers=2, window=window), replace(spec, window=window)
+    return two.flops_per_token(sequence) - one.flops_per_token(sequence)

@@ -56,7 +56,7 @@ def _attention(spec: ModelSpec) -> Shapes:
 def _feed_forward(spec: ModelSpec, index: int) -> Shapes:
     dim, moe = spec.dim, spec.moe
     if moe is None or index < moe.dense_layers:
-        gate: Shapes = {"gate": (spec.hidden, dim)} if spec.activation == "swiglu" else {}
+        gate: Shapes = {"gate": (spec.hidden, dim)} if spec.gated else {}
         return gate | {"up": (spec.hidden, dim), "down": (dim, spec.hidden)}
     shapes: Shapes = {"gate": (moe.ffn, dim), "up": (moe.ffn, dim), "down": (dim, moe.ffn)}
     layers = {f"experts.{name}": (moe.experts, *shape) for name, shape in shapes.items()}

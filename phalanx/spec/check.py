@@ -1,5 +1,5 @@
 """Problems that show only when several keys are seen together. `spec/load` calls it, and so does every entry that takes a Run made
-in Python. `spec/check_layout` checks the degrees of parallelism."""
+in Python. `spec/check_layout` checks the degrees of parallelism, `spec/check_decoder` the sizes of the built-in model."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ from dataclasses import fields, replace
 
 from phalanx.spec import hf_config_write
 from phalanx.spec.adapted_layers import adapted_layers, is_target, linear_layers
+from phalanx.spec.check_config import config_problems, custom
+from phalanx.spec.check_decoder import decoder_rules
+from phalanx.spec.check_engine import engine_problems
 from phalanx.spec.check_layout import layout_findings
 from phalanx.spec.check_watch import watch_problems
-from phalanx.spec.errors import RunError, around, divisors, either, multiples, nearest_divisors, nearest_multiples, quote, toml
+from phalanx.spec.errors import RunError, around, divisors, either, multiples, nearest_multiples, quote, toml
 from phalanx.spec.keys import BARE, KEYS, OPTIONAL, Finding, Wrong, apply_rules, keys_in, tables_in
 from phalanx.spec.model import ModelSpec
 from phalanx.spec.origin import origin, overridable
@@ -46,6 +49,7 @@ def findings(run: Run) -> Iterator[Finding]:
     yield from apply_rules(run, _batch)
     yield from model_findings(run)
     yield from layout_findings(run)
+    yield from apply_rules(run, engine_problems)
     yield from apply_rules(run, _data, _objective, _duration, _samples, _checkpoints)
     yield from apply_rules(run, _resilience, _spares, _ports, _planned_cluster, watch_problems)
 
@@ -379,12 +383,12 @@ _MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
 def model_findings(run: Run) -> Iterator[Finding]:
     """Problems between the keys of [model], and with train.sequence_length. A custom module gives the sizes a meaning of its own."""
-    sizes = (_attention, _latent, _positions, _experts) if run.model.module is None else ()
-    return apply_rules(run, _start, _module, *sizes, _bf16_blocks, _lora)
+    sizes = decoder_rules if run.model.is_builtin else ()
+    return apply_rules(run, _start, config_problems, _module, *sizes, _bf16_blocks, _lora)
 
 
 def _start(run: Run) -> Iterator[str | Finding]:
-    """Only one of preset, folder and module may define the model."""
+    """Only one of preset, folder, module and config may define the model; a config may have the weights of a folder."""
     model = run.model
     for key, value in (("from", model.from_), ("module", model.module)):
         if model.preset is not None and value is not None:
@@ -399,7 +403,8 @@ def _start(run: Run) -> Iterator[str | Finding]:
             yield Finding(("model.from",), blamed, not_if_resolved=True)
         return
     if start is not None:
-        for finding in apply_rules(run, lambda run: _differences(run, start.model)):
+        # With a config, weights are compared by their names and shapes.
+        for finding in apply_rules(run, lambda run: _differences(run, start.model) if model.config is None else ()):
             yield finding._replace(not_if_resolved=True)
     elif model.vocab is None:  # otherwise the sizes were read earlier, and the folder may be gone
         yield Finding(
@@ -455,8 +460,8 @@ def _bf16_blocks(run: Run) -> Iterator[str]:
         if precision.compute != "fp8":
             compute = "$precision.compute" if precision.compute else "$(precision.compute)precision.compute is not given"
             yield f'$precision.{key} excepts blocks from fp8, but {compute}: set precision.compute = "fp8", or remove precision.{key}.'
-        elif run.model.module is not None:
-            yield f"$precision.{key} counts the blocks of the built-in decoder, but $model.module: remove precision.{key}."
+        elif not run.model.is_builtin:
+            yield f"$precision.{key} counts the blocks of the built-in decoder, but {custom(run.model)} defines the model: remove precision.{key}."
         elif precision.bf16_first + precision.bf16_last >= run.model.layers:
             yield f'$precision.{key} leaves no block to fp8: the model has {run.model.layers} of them, so set a smaller number or precision.compute = "bf16".'
             return
@@ -472,7 +477,7 @@ def _lora(run: Run) -> Iterator[str]:
     if lora.base is not None and run.precision.compute == "fp8":
         yield '$lora.base gives matrices that are dequantized to 16 bits, which $precision.compute would round once more: set precision.compute = "bf16", or remove lora.base.'
     yield from _dropout(run)
-    if run.model.module is not None:  # its layers are known when it is built
+    if not run.model.is_builtin:  # its layers are known when it is built
         return
     layers = linear_layers(run.model)
     for target in lora.targets:
@@ -488,11 +493,11 @@ def _dropout(run: Run) -> Iterator[str]:
     """What cannot have it: a mask is a function of the sample, the position and the layer."""
     if not run.lora.dropout:
         return
-    if run.model.module is not None:
-        yield "$lora.dropout masks the inputs of the built-in decoder's layers, whose positions are known, but $model.module: set lora.dropout = 0."
+    if not run.model.is_builtin:
+        yield f"$lora.dropout masks the inputs of the built-in decoder's layers, whose positions are known, but {custom(run.model)} defines the model: set lora.dropout = 0."
     if run.memory.cuda_graphs:
         yield "$lora.dropout draws another mask in every step, which $memory.cuda_graphs would replay: remove one of the two."
-    adapted = adapted_layers(run.model, run.lora) if run.model.module is None else {}
+    adapted = adapted_layers(run.model, run.lora) if run.model.is_builtin else {}
     for name in [name for name, shape in adapted.items() if len(shape) == 3 or name.startswith("mtp.")][:1]:
         why = (
             "added to its matrices before the product"
@@ -500,84 +505,3 @@ def _dropout(run: Run) -> Iterator[str]:
             else "of multi-token prediction, which reads shifted positions"
         )
         yield f"$lora.dropout masks the input of an adapter, but that of {name} is {why}: set lora.dropout = 0, or leave it out of $(lora.targets)lora.targets."
-
-
-def _attention(run: Run) -> Iterator[str]:
-    model = run.model
-    if model.mla is not None:
-        return  # latent attention has its own head widths
-    if model.heads % model.kv:
-        yield f"$model.kv_heads does not divide $model.heads: set it to {nearest_divisors(model.kv, model.heads)}."
-    if model.head_dim is None and model.dim % model.heads:
-        near = nearest_divisors(model.heads, model.dim)
-        yield f"$model.heads does not divide $model.dim: set model.heads to {near}, or give $(model.head_dim)model.head_dim."
-    elif model.positions == "rope" and model.head % 2:
-        width = "model.head_dim" if model.head_dim else "model.dim / model.heads"
-        yield (
-            f"$(model.head_dim)$(model.heads)$(model.dim)$(model.positions){width} = {model.head} is odd, but rotary positions "
-            f"rotate pairs of values: take {nearest_multiples(model.head, 2)}."
-        )
-
-
-def _latent(run: Run) -> Iterator[str]:
-    model, latent = run.model, run.model.mla
-    if latent is None:
-        return
-    if model.positions != "rope":
-        yield (
-            "$model.positions cannot be combined with $(model.mla.kv_rank)[model.mla], whose heads have a rotated part: "
-            'set it to "rope", or remove [model.mla].'
-        )
-    if latent.rope_dim % 2:
-        near = nearest_multiples(latent.rope_dim, 2)
-        yield f"$model.mla.rope_dim is odd, but rotary positions rotate pairs of values: take {near}."
-    for key in ("kv_heads", "head_dim", "qk_norm", "bias"):
-        if getattr(model, key):
-            yield f"$model.{key} has no meaning with $(model.mla.kv_rank)[model.mla]: remove one of the two."
-
-
-def _positions(run: Run) -> Iterator[str]:
-    model, scaling = run.model, run.model.rope_scaling
-    if model.positions == "learned" and model.context < run.train.sequence_length:
-        yield (
-            "$train.sequence_length exceeds the table of learned positions, $model.context$(model.positions)$(model.preset): "
-            f"set train.sequence_length to at most {model.context}, or enlarge model.context."
-        )
-    if scaling is None:
-        return
-    if model.positions != "rope":
-        yield (
-            "$(model.rope_scaling.factor)model.rope_scaling scales rotary positions, but $model.positions: "
-            'remove model.rope_scaling, or set model.positions to "rope".'
-        )
-    if scaling.kind == "yarn" and scaling.beta_fast <= scaling.beta_slow:
-        remedy = "raise the one or lower the other"
-        yield f"$model.rope_scaling.beta_fast is not above $model.rope_scaling.beta_slow: {remedy}."
-    if scaling.kind == "llama3" and scaling.low_freq_factor >= scaling.high_freq_factor:
-        remedy = "lower the one or raise the other"
-        yield f"$model.rope_scaling.low_freq_factor is not below $model.rope_scaling.high_freq_factor: {remedy}."
-
-
-def _experts(run: Run) -> Iterator[str]:
-    model, moe = run.model, run.model.moe
-    if moe is None:
-        return
-    excluded = "cannot be combined with $(model.moe.experts)[model.moe], whose experts"
-    if model.activation != "swiglu":
-        yield f'$model.activation {excluded} are gated: set it to "swiglu", or remove [model.moe].'
-    if model.bias:
-        yield f"$model.bias {excluded} have no biases: remove one of the two."
-    if moe.dense_layers > model.layers:
-        yield f"$model.moe.dense_layers exceeds $model.layers: set it to at most {model.layers}."
-    choice = moe.experts // moe.groups * moe.active_groups
-    if moe.active > moe.experts:
-        yield f"$model.moe.active exceeds $model.moe.experts: set it to at most {moe.experts}."
-    elif moe.experts % moe.groups:
-        yield f"$model.moe.groups does not divide $model.moe.experts: set it to {nearest_divisors(moe.groups, moe.experts)}."
-    elif moe.active_groups > moe.groups:
-        yield f"$model.moe.active_groups exceeds $model.moe.groups: set it to at most {moe.groups}."
-    elif moe.active > choice:
-        exceeds = (
-            f"$model.moe.active exceeds the {choice} experts of $model.moe.active_groups$(model.moe.groups)$(model.moe.experts)"
-        )
-        yield f"{exceeds}: set it to at most {choice}, or raise model.moe.active_groups."

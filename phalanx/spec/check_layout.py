@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from phalanx.spec.check_config import custom
 from phalanx.spec.errors import around, divisors, either, nearest_divisors, nearest_multiples, toml
 from phalanx.spec.keys import Finding, apply_rules
 from phalanx.spec.layout import FIXED_STAGES, Layout
@@ -37,7 +38,7 @@ def _data(run: Run) -> Iterator[str]:
 
 def _tensor(run: Run) -> Iterator[str]:
     model, tensor = run.model, run.layout.tensor
-    if tensor == 1 or model.module is not None:
+    if tensor == 1 or not model.is_builtin:
         return
     if model.heads % tensor:
         # Fewer key/value heads than ranks are legal: each rank computes those that its own queries read.
@@ -55,7 +56,7 @@ def _sequence(run: Run) -> Iterator[str]:
             "$layout.sequence divides norms and residuals over the tensor group, but $layout.tensor: set layout.tensor to 2 "
             "or more, or remove layout.sequence."
         )
-    experts = run.model.moe is not None and run.model.module is None
+    experts = run.model.moe is not None and run.model.is_builtin
     unit = layout.tensor * layout.context
     if layout.tensor > 1 and (layout.sequence or experts) and length % unit and not length % layout.context:
         product = "layout.tensor" if layout.context == 1 else "layout.context × layout.tensor"
@@ -99,7 +100,7 @@ def _pipeline(run: Run) -> Iterator[str]:
         return
     # The number of stages of a schedule file is known only when it is read.
     stages = layout.pipeline * (layout.stages_per_rank if layout.schedule_file is None else 1)
-    if stages > model.layers:
+    if stages > model.layers and model.is_builtin:  # the layers of a custom module are counted when it is built
         most = model.layers // layout.stages_per_rank
         remedy = f"set layout.pipeline to at most {most}" if most > 1 else "take fewer stages or more layers"
         each = "" if layout.stages_per_rank == 1 else f" with {layout.stages_per_rank} stages each"
@@ -139,7 +140,7 @@ def _given(layout: Layout, *keys: str) -> list[str]:
 def _expert(run: Run) -> Iterator[str]:
     moe, layout = run.model.moe, run.layout
     product = layout.expert * layout.expert_tensor
-    if product == 1 or run.model.module is not None:
+    if product == 1 or not run.model.is_builtin:
         return
     divides = f"${'layout.expert' if layout.expert > 1 else 'layout.expert_tensor'} divides the experts, but"
     if moe is None:
@@ -164,20 +165,25 @@ def _expert(run: Run) -> Iterator[str]:
 
 
 def _custom_module(run: Run) -> Iterator[str]:
-    if run.model.module is None:
+    if run.model.is_builtin:
         return
-    refused = "cannot be combined with a custom model.module$(model.module)"
-    for key, what in {
-        "pipeline": "how to split it into stages",
-        "context": "how it computes attention",
-        "expert": "where its experts are",
-        "expert_tensor": "where its experts are",
-    }.items():
+    what_model = (
+        "a custom model.module$(model.module)"
+        if run.model.module is not None
+        else "a model of transformers$(model.config) (model.config)"
+    )
+    refused = f"cannot be combined with {what_model}"
+    unknown = {"expert_tensor": "which slices of its experts fit together"}
+    if run.model.module is not None:
+        unknown |= {"expert": "where its experts are"}
+    for key, what in unknown.items():
         if getattr(run.layout, key) > 1:
             yield f"$layout.{key} {refused}, as {what} is unknown: set layout.{key} = 1."
-    if run.layout.sequence:
-        yield f"$layout.sequence {refused}, which may mix positions anywhere: remove it."
-    if run.memory.loss_chunk is not None:
+    if run.layout.expert > 1 and run.layout.tensor > 1:
+        yield f"$layout.expert {refused} while $layout.tensor, which divides each expert: set one of them to 1."
+    if run.layout.stage_split == "measured" and run.layout.pipeline > 1:
+        yield f'$layout.stage_split {refused}, whose stages have equal numbers of parameters: set layout.stage_split = "counted".'
+    if run.memory.loss_chunk is not None and run.model.module is not None:
         yield f"$memory.loss_chunk {refused}, which computes its own logits: remove it."
 
 
@@ -211,8 +217,8 @@ def _cuda_graphs(run: Run) -> Iterator[str]:
             yield f"$memory.cuda_graphs cannot be combined with $layout.{key}, whose messages are not recorded: {remedy}."
     if layout.zero == 3 and layout.shard > 1:
         yield f"$memory.cuda_graphs cannot be combined with $layout.shard and $layout.zero, whose messages are not recorded: {remedy}."
-    if model.module is not None:
-        yield f"$memory.cuda_graphs cannot be combined with $model.module, which may decide on the host: {remedy}."
+    if not model.is_builtin:
+        yield f"$memory.cuda_graphs cannot be combined with {custom(model)}, which may decide on the host: {remedy}."
     if model.moe is not None:
         yield f"$memory.cuda_graphs cannot be combined with experts$(model.moe.experts), whose sizes change: {remedy}."
     if run.train.objective != "next-token":

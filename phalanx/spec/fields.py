@@ -25,7 +25,7 @@ RENAMED_MODULES = {"places": "position_embed", "ahead": "mtp"}
 ENVIRONMENT = re.compile(r"env:([A-Za-z_][A-Za-z0-9_]*)")
 """Value of a secret key that names an environment variable."""
 _MODULE = re.compile(r"((?:[^/]*/)?)([^./]*)")  # "model/", "optimizer/" or nothing; the outermost module
-_OWN_MODULE = re.compile(r"(?m)^module = ")
+_OWN_MODULE = re.compile(r"(?m)^(module|config) = ")
 
 
 NO_EFFECT = {"no_effect": True}
@@ -79,7 +79,7 @@ def original_tensor(name: str) -> str:
 
 
 def has_own_module(run_file: str) -> bool:
-    """Whether a resolved run file sets `model.module`; the parameters of such models keep the names their authors gave them."""
+    """Whether a resolved run file sets `model.module` or `model.config`; the parameters of such models keep the names their authors gave them."""
     return _OWN_MODULE.search(run_file) is not None
 
 

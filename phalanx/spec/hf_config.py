@@ -20,19 +20,23 @@ from phalanx.spec.keys import KEYS
 from phalanx.spec.model import Mla, ModelSpec, Moe, RopeScaling
 
 CONFIG = "config.json"
+_FULL, _SLIDING = LAYER_TYPES = ("full_attention", "sliding_attention")
+"""Kinds of layers: without and with a sliding window."""
 _ONLY: dict[str, tuple[Any, ...]] = {
-    "attention_bias mlp_bias use_sliding_window": (False,),
+    "attention_bias mlp_bias": (False,),
     "add_cross_attention scale_attn_by_inverse_layer_idx is_encoder_decoder": (False,),
     "scale_attn_weights": (True,),
     "logit_scale logits_scaling residual_multiplier embedding_multiplier decoder_sparse_step moe_layer_freq": (1,),
     "quantization_config final_logit_softcapping attn_logit_softcapping attention_multiplier": (),
     "mlp_only_layers": ([],),
+    "use_bidirectional_attention": (False,),
     "scoring_func": ("sigmoid",),
     "topk_method": ("noaux_tc",),
 }
-"""Keys that may be absent, null or one of these values; any other value would change the model."""
+"""Keys that may be absent, null or one of these values in a family that has no default for them; any other value would change the model."""
 ROPE_FIELDS: dict[str, tuple[str, ...]] = {
     "default": (),
+    "linear": (),
     "llama3": ("low_freq_factor", "high_freq_factor"),
     "yarn": ("beta_fast", "beta_slow", "mscale", "mscale_all_dim"),
 }
@@ -69,19 +73,30 @@ _BIAS_RATE = 0.001
 """DeepSeek-V3's balancing rate, from its paper; its config does not contain it."""
 
 
+class UnsupportedModel(RunError):
+    """A model that the built-in decoder does not compute; transformers may."""
+
+    is_known = True
+    """Whether it is the built-in decoder's architecture, with a setting that it does not have."""
+
+
 class Unsupported(ValueError):
     """A setting that would change what the model computes: its key, its value and what is supported."""
+
+
+class Malformed(Unsupported):
+    """A setting that no model could have."""
 
 
 def number(key: str, value: Any, kind: type = float, zero: bool = False) -> Any:
     """The value as an int or a float, if it is a number above 0, or 0 if `zero`."""
     valid = isinstance(value, int | float) and not isinstance(value, bool) and (0 < value < math.inf or (zero and value == 0))
     if not valid:
-        raise Unsupported(key, value, f"a number {'of 0 or more' if zero else 'above 0'} is needed here.")
+        raise Malformed(key, value, f"a number {'of 0 or more' if zero else 'above 0'} is needed here.")
     with contextlib.suppress(OverflowError):
         if kind(value) == value:
             return kind(value)
-    raise Unsupported(key, value, "a whole number is needed here." if kind is int else "it is too large.")
+    raise Malformed(key, value, "a whole number is needed here." if kind is int else "it is too large.")
 
 
 class Config(NamedTuple):
@@ -97,7 +112,7 @@ class Config(NamedTuple):
     def number(self, key: str, kind: type = int, zero: bool = False) -> Any:
         """A number that the model cannot be built without; `zero`: it may be 0."""
         if key not in self.values and key not in self.defaults:
-            raise Unsupported(key, None, "the key is missing.")
+            raise Malformed(key, None, "the key is missing.")
         return number(key, self.get(key), kind, zero)
 
     def is_null(self, key: str) -> bool:
@@ -118,7 +133,7 @@ class Config(NamedTuple):
     def flag(self, key: str) -> bool:
         value = self.get(key)
         if value is not None and not isinstance(value, bool):
-            raise Unsupported(key, value, "true or false is needed here.")
+            raise Malformed(key, value, "true or false is needed here.")
         return bool(value)
 
 
@@ -130,14 +145,14 @@ def model_spec(folder: Path) -> ModelSpec:
     config = Config(values, defaults)
     try:
         for key, allowed in ((key, allowed) for keys, allowed in _ONLY.items() for key in keys.split()):
-            if (value := values.get(key)) is not None:
+            if key not in defaults and (value := values.get(key)) is not None:
                 _only(key, value, allowed)
-        _no_window(config)
-        spec = read(config)
+        spec = _windowed(config, read(config))
         return replace(spec, mtp_depth=_mtp_depth(config, spec, folder)) if family == "DeepseekV3ForCausalLM" else spec
     except Unsupported as problem:
         key, value, remedy = problem.args
-        raise RunError(f"{folder / CONFIG}: {key} = {json.dumps(value, default=str)}: {remedy}") from None
+        kind = RunError if isinstance(problem, Malformed) else UnsupportedModel
+        raise kind(f"{folder / CONFIG}: {key} = {json.dumps(value, default=str)}: {remedy}") from None
     except (TypeError, ValueError, AttributeError, OverflowError) as error:
         raise RunError(f"{folder / CONFIG}: a value is not of the kind it should be ({error}).") from None
 
@@ -172,23 +187,54 @@ def _family(path: Path, values: JsonObject) -> str:
     names = named if isinstance(named, list) else [named]
     known = [name for name in names if isinstance(name, str) and name in FAMILIES]
     if not known:
-        raise RunError(f"{path}: architectures = {json.dumps(named)} is not known; supported are {', '.join(FAMILIES)}.")
+        unknown = UnsupportedModel(
+            f"{path}: architectures = {json.dumps(named)} is not known; supported are {', '.join(FAMILIES)}."
+        )
+        unknown.is_known = False
+        raise unknown
     return str(known[0])
 
 
-def _no_window(config: Config) -> None:
-    """Refuse sliding-window attention; a window at least as long as the context has no effect."""
-    if "sliding_window" in config.defaults:  # families that use it by default
-        longest = config.number("max_position_embeddings")
-        if not config.is_null("sliding_window") and (window := config.number("sliding_window")) < longest:
-            raise Unsupported(
-                "sliding_window", window, f"attention over a window is not supported; only null, or at least {longest}."
-            )
-    types = config.values.get("layer_types") or []
+def _windowed(config: Config, spec: ModelSpec) -> ModelSpec:
+    """The model with its sliding window. One at least as long as the context has no effect."""
+    types = config.get("layer_types") or []
     if not isinstance(types, list):
-        raise Unsupported("layer_types", types, "a list with the kind of each layer is needed here.")
+        raise Malformed("layer_types", types, "a list with the kind of each layer is needed here.")
     for kind in types:
-        _only("layer_types", kind, ("full_attention",))
+        _only("layer_types", kind, (_FULL, _SLIDING) if "layer_types" in config.defaults else (_FULL,))
+    used = config.flag("use_sliding_window")
+    if "use_sliding_window" not in config.defaults:
+        _only("use_sliding_window", used, (False,))
+        used = "sliding_window" in config.defaults
+    window = None if not used or config.is_null("sliding_window") else int(config.number("sliding_window"))
+    if window is None and _SLIDING in types:
+        raise Unsupported("layer_types", _SLIDING, "such layers need a sliding_window, and use_sliding_window in a Qwen.")
+    if window is None or (window >= spec.context and spec.rope_local_theta is None):
+        return spec
+    first = min(config.number("max_window_layers", zero=True), spec.layers) if "max_window_layers" in config.defaults else 0
+    every = config.values.get("_sliding_window_pattern") or config.get("sliding_window_pattern")
+    every = None if every is None else int(number("sliding_window_pattern", every, int))
+    return _pattern(replace(spec, window=window, window_from=first, global_every=every), types)
+
+
+def _pattern(spec: ModelSpec, types: list[Any]) -> ModelSpec:
+    """The model, with the window in the layers of these kinds; `spec` says in which ones it is if no kinds are given."""
+    wanted = [kind == _SLIDING for kind in types] or _slides(spec)
+    if not any(wanted):
+        return replace(spec, window=None, window_from=0, global_every=None, rope_local_theta=None)
+    if len(wanted) != spec.layers:
+        raise Unsupported("layer_types", types, f"it names {len(wanted)} layers of {spec.layers}.")
+    begins, every = (0, wanted.index(True)), (None, *range(2, spec.layers + 1))
+    others = (replace(spec, window_from=first, global_every=step) for first in begins for step in every)
+    found = next((choice for choice in (spec, *others) if _slides(choice) == wanted), None)
+    if found is None:
+        order = "the window may begin after some layers, and every N-th layer may be without it; no other order is supported."
+        raise Unsupported("layer_types", types, order)
+    return found
+
+
+def _slides(spec: ModelSpec) -> list[bool]:
+    return [spec.window_of(layer) is not None for layer in range(spec.layers)]
 
 
 def _only(key: str, value: Any, allowed: Collection[Any]) -> None:
@@ -198,7 +244,8 @@ def _only(key: str, value: Any, allowed: Collection[Any]) -> None:
 
 def _decoder(config: Config, latent: bool = False) -> ModelSpec:
     """What all families except GPT-2 have in common."""
-    _only("hidden_act", config.get("hidden_act"), ("silu", "swish"))
+    if "hidden_act" in config.defaults:
+        _only("hidden_act", config.get("hidden_act"), ("silu", "swish"))
     theta, scaling = _rope(config.values, config.defaults.get("rope_theta", 10000.0))
     spec = ModelSpec(**config.fields("model", DECODER), rope_theta=theta, rope_scaling=scaling)
     return replace(spec, kv_heads=spec.kv, head_dim=None if latent else _head(config, "hidden_size", spec.heads))
@@ -213,8 +260,51 @@ def _head(config: Config, width: str, heads: int) -> int:
     return int(config.number(width)) // heads
 
 
+def _qwen2(config: Config) -> ModelSpec:
+    return replace(_decoder(config), qkv_bias=True)
+
+
 def _qwen3(config: Config) -> ModelSpec:
     return replace(_decoder(config), qk_norm=True)
+
+
+def _gemma2(config: Config) -> ModelSpec:
+    _only("hidden_activation", config.get("hidden_activation"), ("gelu_pytorch_tanh",))
+    spec, scalar = _decoder(config), int(config.number("query_pre_attn_scalar"))
+    return replace(
+        spec,
+        norm_place="both",
+        norm_zero_centered=True,
+        activation="geglu",
+        scale_embedding=True,
+        query_scalar=None if scalar == spec.head else scalar,
+        attention_cap=_cap(config, "attn_logit_softcapping"),
+        logit_cap=_cap(config, "final_logit_softcapping"),
+    )
+
+
+def _cap(config: Config, key: str) -> float | None:
+    return None if config.is_null(key) else float(config.number(key, float))
+
+
+def _gemma3(config: Config) -> ModelSpec:
+    """Like Gemma 2, with two kinds of rotary positions; transformers 5 writes both into one table."""
+    table, values = config.values.get("rope_parameters") or {}, config.values
+    if isinstance(table, dict) and isinstance(local := table.get(_SLIDING), dict):
+        _only(f"rope_parameters.{_SLIDING}.rope_type", local.get("rope_type", "default"), ("default",))
+        values = values | {"rope_parameters": table.get(_FULL), "rope_local_base_freq": local.get("rope_theta")}
+    config = config._replace(values=values)
+    return replace(_gemma2(config), qk_norm=True, rope_local_theta=config.number("rope_local_base_freq", float))
+
+
+def _phi3(config: Config) -> ModelSpec:
+    table: Any = config.values.get("rope_parameters") or config.values.get("rope_scaling") or {}
+    given = table.get("partial_rotary_factor") if isinstance(table, dict) else None
+    fraction = number("partial_rotary_factor", given or config.get("partial_rotary_factor"))
+    whole: JsonObject = {"partial_rotary_factor": None}
+    if isinstance(config.values.get("rope_parameters"), dict):
+        whole["rope_parameters"] = table | {"partial_rotary_factor": None}
+    return replace(_decoder(config._replace(values=config.values | whole)), rope_fraction=fraction, export_as="phi3")
 
 
 def _mixtral(config: Config) -> ModelSpec:
@@ -270,7 +360,7 @@ def _rope(config: JsonObject, theta: Json) -> tuple[float, RopeScaling | None]:
     where = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     settings = config.get(where) or {}
     if not isinstance(settings, dict):
-        raise Unsupported(where, settings, "it is a table of rotary settings.")
+        raise Malformed(where, settings, "it is a table of rotary settings.")
     nested = [name for name, value in settings.items() if isinstance(value, dict)]
     if nested:
         raise Unsupported(
@@ -290,6 +380,8 @@ def _rope(config: JsonObject, theta: Json) -> tuple[float, RopeScaling | None]:
         name = min(unknown)
         raise Unsupported(f"{where}.{name}", settings[name], f"it is unknown for rope_type {kind!r}.")
     longest = config.get("max_position_embeddings")
+    if kind == "linear":
+        return base, RopeScaling(kind=kind, factor=number(f"{where}.factor", settings.get("factor")))
     original = config.get("original_max_position_embeddings") or settings.get("original_max_position_embeddings") or longest
     original = number(f"{where}.original_max_position_embeddings", original, int)
     factor = settings.get("factor")
@@ -320,15 +412,34 @@ def _scaling(settings: JsonObject, where: str, plain: RopeScaling) -> RopeScalin
 
 
 _LLAMA: JsonObject = {"hidden_act": "silu", "rms_norm_eps": 1e-6, "max_position_embeddings": 2048}
-_QWEN: JsonObject = {**_LLAMA, "max_position_embeddings": 32768}
+_QWEN: JsonObject = {**_LLAMA, "max_position_embeddings": 32768, "use_sliding_window": False, "sliding_window": 4096}
+_LAYERS: JsonObject = {"max_window_layers": 28, "layer_types": None}
 _MISTRAL: JsonObject = {**_LLAMA, "max_position_embeddings": 131072, "num_key_value_heads": 8}
+_GEMMA: JsonObject = {
+    "hidden_activation": "gelu_pytorch_tanh", "rms_norm_eps": 1e-6, "max_position_embeddings": 8192, "head_dim": 256,
+    "num_key_value_heads": 4, "tie_word_embeddings": True, "query_pre_attn_scalar": 256, "sliding_window": 4096, "layer_types": None,
+}  # fmt: skip
 FAMILIES: dict[str, tuple[Callable[[Config], ModelSpec], JsonObject]] = {
     "LlamaForCausalLM": (_decoder, _LLAMA),
     "MistralForCausalLM": (_decoder, {**_MISTRAL, "sliding_window": 4096}),
-    "Qwen3ForCausalLM": (_qwen3, {**_QWEN, "head_dim": 128, "num_key_value_heads": 32}),
+    "Qwen2ForCausalLM": (_qwen2, {**_QWEN, **_LAYERS, "num_key_value_heads": 32}),
+    "Qwen3ForCausalLM": (_qwen3, {**_QWEN, **_LAYERS, "head_dim": 128, "num_key_value_heads": 32}),
     "Qwen3MoeForCausalLM": (
         _qwen3_moe,
         {**_QWEN, "num_key_value_heads": 4, "num_experts_per_tok": 8, "router_aux_loss_coef": 0.001},
+    ),
+    "Gemma2ForCausalLM": (
+        _gemma2, {**_GEMMA, "sliding_window_pattern": 2, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+    ),
+    "Gemma3ForCausalLM": (
+        _gemma3,
+        {
+            **_GEMMA, "max_position_embeddings": 131072, "sliding_window_pattern": 6, "rope_theta": 1e6, "rope_local_base_freq": 1e4,
+            "attn_logit_softcapping": None, "final_logit_softcapping": None,
+        },
+    ),
+    "Phi3ForCausalLM": (
+        _phi3, {**_LLAMA, "rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "sliding_window": None, "partial_rotary_factor": 1.0},
     ),
     "MixtralForCausalLM": (
         _mixtral,

@@ -9,11 +9,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from phalanx.spec import config_text
 from phalanx.spec.check import findings
 from phalanx.spec.draft import Draft
 from phalanx.spec.errors import RunError, toml
 from phalanx.spec.hub import DATASET, HubError, pin
 from phalanx.spec.keys import KEYS
+from phalanx.spec.model import ModelSpec
 from phalanx.spec.origin import Origin, origin, under
 from phalanx.spec.pinned_names import pin_datasets, repository_kind
 from phalanx.spec.preset_vocabulary import fit_vocabulary
@@ -41,6 +43,8 @@ def resolve(run: Run) -> Run:
     A run that has its vocabulary size is complete. What cannot be read stays open here; `check` reports it.
     """
     with suppress(RunError):
+        if run.model.config is not None and (run.model.vocab is None or not config_text.is_text(run.model.config)):
+            run = replace(run, model=_configured(run.model))
         if run.model.vocab is None and run.model.from_ is not None:
             start = origin(run.model.from_)
             if start is None:
@@ -74,6 +78,12 @@ def given_keys(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> f
     return frozenset(draft.values())
 
 
+def _configured(model: ModelSpec) -> ModelSpec:
+    """A model whose `config` is the text, with the sizes that it gives where the model has defaults."""
+    base = config_text.spec_of(config_text.parse(config_text.read(model.config or ""), "model.config"))
+    return under(replace(model, config=base.config), base)
+
+
 def _with_tokenizer(run: Run, start: Origin) -> Run:
     return run if start.tokenizer is None else replace(run, data=replace(run.data, tokenizer=start.tokenizer))
 
@@ -83,8 +93,9 @@ def _finish(draft: Draft, overrides: Sequence[str]) -> Run:
         draft.take_override(override)
     values = draft.values()
     absent = {} if draft.is_resolved else _pin_names(draft, values)
+    configured = None if draft.is_resolved else _config(draft, values)
     start = _start(draft, values)
-    run = draft.build(values, None if start is None else start.model)
+    run = draft.build(values, configured or (None if start is None else start.model))
     if start is not None and "data.tokenizer" not in values:
         run = _with_tokenizer(run, start)
     if "model.preset" in values and not {"model.vocab", "model.from"} & values.keys():
@@ -119,6 +130,23 @@ def _pin_names(draft: Draft, values: dict[str, Any]) -> dict[str, HubError]:
             elif kind is DATASET:
                 draft.problem(draft.blame([path]), f"{given} does not exist: name a folder or a dataset of the hub. {error}")
     return errors
+
+
+def _config(draft: Draft, values: dict[str, Any]) -> ModelSpec | None:
+    """The model of `model.config`, whose value becomes the text. A problem with it is reported here."""
+    if "model.config" not in values:
+        return None
+    given = values["model.config"]
+    try:
+        values["model.config"] = config_text.read(given)
+        where = "model.config" if config_text.is_text(given) else f"model.config = {toml(given)}"
+        return config_text.spec_of(config_text.parse(values["model.config"], where), where)
+    except RunError as error:
+        if not draft.doubts("model.config"):
+            for problem in error.problems:
+                sentence = problem if "model.config" in problem else f"model.config = {toml(given)}: {problem}"
+                draft.problem(draft.blame(["model.config"]), sentence, "model")
+        return None
 
 
 def _start(draft: Draft, values: dict[str, Any]) -> Origin | None:

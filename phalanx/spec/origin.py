@@ -10,9 +10,9 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import NamedTuple
 
+from phalanx.spec.config_text import model_of
 from phalanx.spec.draft import Draft
 from phalanx.spec.errors import RunError, toml
-from phalanx.spec.hf_config import model_spec
 from phalanx.spec.hub import local_path
 from phalanx.spec.keys import Key
 from phalanx.spec.model import ModelSpec
@@ -48,7 +48,7 @@ def origin(text: str) -> Origin | None:
     if os.path.isfile(folder / _MARKER):  # a checkpoint that was moved out of its run directory carries its run file
         return _of_run_file(text, folder / _MARKER, _carried_run_file(folder, text))
     if os.path.isfile(folder / "config.json"):
-        return Origin(replace(model_spec(folder), from_=text), text if os.path.isfile(folder / TOKENIZER_FILE) else None)
+        return Origin(replace(model_of(folder), from_=text), text if os.path.isfile(folder / TOKENIZER_FILE) else None)
     raise RunError(
         f"model.from = {toml(text)} holds neither a config.json (Hugging Face weights) nor a run.toml (a run directory), "
         "nor is it a checkpoint of one: name such a folder."

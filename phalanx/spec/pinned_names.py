@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
+from phalanx.spec.config_text import is_text
 from phalanx.spec.errors import RunError, refuse, toml
 from phalanx.spec.hub import DATASET, MODEL, TOKENIZER, HubError, RepositoryKind, ensure, parse, pin, remote_name
 from phalanx.spec.run import TOKENIZER_VOCAB, Data, MixedSource, Run, Source
@@ -16,7 +17,7 @@ S = TypeVar("S", bound=Source)
 
 def repository_kind(path: str, values: Mapping[str, Any]) -> RepositoryKind | None:
     """The kind of repository that a setting of a run file may name; None: it names none."""
-    if path == "model.from":
+    if path == "model.from" or (path == "model.config" and not is_text(values[path])):
         return MODEL
     if path == "data.tokenizer":
         return None if values[path] in TOKENIZER_VOCAB else TOKENIZER

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from phalanx.spec.alerts import Alerts
+from phalanx.spec.engine import Engine
 from phalanx.spec.fields import CHANGEABLE, NO_EFFECT, SECRET, below, read_by, within
 from phalanx.spec.layout import Layout
 from phalanx.spec.model import ModelSpec
@@ -488,6 +489,7 @@ class Run:
     precision: Precision = Precision()
     memory: Memory = Memory()
     layout: Layout = field(default_factory=Layout)
+    engine: Engine = field(default_factory=Engine)
     cluster: Cluster = Cluster()
     checkpoint: Checkpoint = Checkpoint()
     resilience: Resilience = Resilience()

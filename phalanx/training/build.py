@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -17,8 +18,8 @@ from torch._subclasses.fake_tensor import is_fake
 
 from phalanx.checkpointing.state_tensor import StateTensor
 from phalanx.events.records import ModelPlaced
-from phalanx.models import init
-from phalanx.models.custom import axes
+from phalanx.models import hf_module, init, sdpa_seam, stages
+from phalanx.models.custom import axes_of, cuts_of, rewritten_of
 from phalanx.models.moe import router_sizes
 from phalanx.observe.comm_timer import replaced
 from phalanx.optim.diloco import OuterOptimizer
@@ -30,6 +31,7 @@ from phalanx.parallel.sharded_model import ParamShard, Recipe, ShardedModel
 from phalanx.schedules.actions import Schedule
 from phalanx.schedules.makers import schedule_for
 from phalanx.schedules.stage_split import Costs, cut, flop_costs
+from phalanx.spec.cut_plan import CutPlan
 from phalanx.spec.errors import RunError
 from phalanx.spec.layout import Layout
 from phalanx.spec.model import ModelSpec
@@ -138,8 +140,13 @@ def build(run: Run, plan: Plan, mesh: Mesh, resources: Resources = REAL) -> Trai
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     experts = router_sizes(model)
     order = schedule_for(plan.layout, plan.accumulation)
+    how = recipe(model, run.train.seed, order)
+    if plan.layout.tensor > 1 and not run.model.is_builtin:
+        cuts = _shared_cuts(model, plan.layout, mesh)  # of the whole model
+        how = replace(how, cuts=cuts, rewritten={} if cuts is None else rewritten_of(model, cuts))
+    _open_seams(model, run, plan)
     parts = split_stages(model, run, plan, mesh, order)
-    sharded = apply(parts, run, plan, mesh, recipe(model, run.train.seed, order))
+    sharded = apply(parts, run, plan, mesh, how)
     optimizer = Optimizer(
         sharded.trained, run.optimizer, precision=run.precision, memory=run.memory, mesh=mesh, resources=resources
     )
@@ -147,9 +154,27 @@ def build(run: Run, plan: Plan, mesh: Mesh, resources: Resources = REAL) -> Trai
     reference = None
     if run.train.objective == "dpo" and sharded.adapters is None:
         plain = replace(run, memory=replace(run.memory, compile=False, recompute="none", activations="device"))
-        parts = split_stages(init.build(run.model), run, plan, mesh, order)
-        reference = apply(parts, plain, plan, mesh, recipe(model, run.train.seed, order), frozen=True)
+        _open_seams(frozen := init.build(run.model), run, plan)
+        parts = split_stages(frozen, run, plan, mesh, order)
+        reference = apply(parts, plain, plan, mesh, how, frozen=True)
     return TrainState(sharded, optimizer, outer, order, shapes, experts, reference)
+
+
+def _open_seams(model: nn.Module, run: Run, plan: Plan) -> None:
+    """Give a model that was not written for it the attributes at which the built-in decoder's attention and head are replaced."""
+    if plan.layout.context > 1 and run.model.module is not None:
+        sdpa_seam.install(model)
+    if run.model.config is not None and plan.layout.tensor == 1:
+        hf_module.open_head(model)
+
+
+def _shared_cuts(model: nn.Module, layout: Layout, mesh: Mesh) -> CutPlan | None:
+    """How the tensor ranks divide a model that was not written for it. One rank finds it out for all, which takes seconds."""
+    find, alone = partial(cuts_of, model, layout.tensor, layout.sequence), mesh.device.type == "meta"
+    if mesh.rank == 0:
+        return find() if alone else mesh.broadcast_object(find())
+    plan: CutPlan | None = None if alone else mesh.broadcast_object(None)
+    return plan or find()  # a dry build or a rehearsal has no other ranks
 
 
 def recipe(model: nn.Module, seed: int, schedule: Schedule | None = None) -> Recipe:
@@ -163,13 +188,20 @@ def recipe(model: nn.Module, seed: int, schedule: Schedule | None = None) -> Rec
             init.fill(tensor, seed, name, spec, shard.slice, initial)
 
     return Recipe(
-        axes=axes(spec.module),
+        axes=axes_of(model),
         fill=fill,
         reset_buffers=init.reset_buffers,
         loss=summed_loss,
         schedule=schedule,
-        tied="embed.weight" if spec.tied and spec.module is None else None,
+        tied=_tied(model, spec) if schedule is not None else None,
     )
+
+
+def _tied(model: nn.Module, spec: ModelSpec) -> str | None:
+    """The parameter that the first and the last stage of a pipeline both read."""
+    if not spec.is_builtin:
+        return stages.use_of(model).tied
+    return "embed.weight" if spec.tied else None
 
 
 def split_stages(model: Any, run: Run, plan: Plan, mesh: Mesh, order: Schedule | None) -> list[nn.Module]:
@@ -177,9 +209,14 @@ def split_stages(model: Any, run: Run, plan: Plan, mesh: Mesh, order: Schedule |
     if order is None:
         return [model]
     spec, length = run.model, run.train.sequence_length
-    costs = flop_costs(spec, length) if plan.layout.stage_split == "counted" else measured_costs(spec, length, plan, mesh)
+    if not spec.is_builtin:
+        blocks, last = stages.costs(model)
+        costs = Costs(first=float(spec.dim), blocks=tuple(map(float, blocks)), last=float(last))
+    else:
+        costs = flop_costs(spec, length) if plan.layout.stage_split == "counted" else measured_costs(spec, length, plan, mesh)
     ranges = cut(costs.blocks, costs.first, costs.last, order.stages)
-    return [model.part(*ranges[stage]) for stage in order.stages_of(mesh.coordinate("pipeline"))]
+    part = model.part if spec.is_builtin else partial(stages.part, model)
+    return [part(*ranges[stage]) for stage in order.stages_of(mesh.coordinate("pipeline"))]
 
 
 def measured_costs(spec: ModelSpec, length: int, plan: Plan, mesh: Mesh) -> Costs:

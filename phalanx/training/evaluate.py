@@ -41,14 +41,14 @@ def evaluate(
     exchange.wait()
     totals = mesh.all_reduce(torch.stack(rows))
     is_text = feed.run.train.objective == "next-token"
-    overall = _metrics(*totals.sum(0).tolist(), is_text=is_text)
+    overall = metrics(*totals.sum(0).tolist(), is_text=is_text)
     return Evaluated(
         step=step,
         loss=overall["loss"],
         tokens=int(overall["tokens"]),
         seconds=time.perf_counter() - started,
         perplexity=overall.get("perplexity"),
-        sources={name: _metrics(*row, is_text=is_text) for name, row in zip(sources, totals.tolist(), strict=True)},
+        sources={name: metrics(*row, is_text=is_text) for name, row in zip(sources, totals.tolist(), strict=True)},
     )
 
 
@@ -94,7 +94,7 @@ def _loss_and_tokens(samples: Samples, stepper: Stepper, feed: BatchFeed, exchan
     return sums
 
 
-def _metrics(loss: float, tokens: float, *, is_text: bool) -> dict[str, float]:
+def metrics(loss: float, tokens: float, *, is_text: bool) -> dict[str, float]:
     """Of preferences, `tokens` are pairs, and there is no perplexity."""
     mean = loss / max(tokens, 1)
     perplexity = {"perplexity": math.inf if mean > 700 else math.exp(mean)} if is_text else {}

@@ -19,23 +19,23 @@ from phalanx.models import hf_mapping
 from phalanx.models.hf_mapping import Entry
 from phalanx.spec import hf_config
 from phalanx.spec.errors import RunError
+from phalanx.spec.model import ModelSpec
 from phalanx.spec.tensor_slice import TensorSlice
+from phalanx.training.hf_weights import open_weights
 from phalanx.transforms.quantize import QuantizedTensor
 
 Shapes = Mapping[str, tuple[int, ...]]
 
 
-def load(tensors: Mapping[str, StateTensor], shapes: Shapes, folder: Path) -> None:
-    """Fills this rank's tensors in place and casts them if dtypes differ; `shapes`: those of the whole model.
+def load(tensors: Mapping[str, StateTensor], shapes: Shapes, folder: Path, model: ModelSpec | None = None) -> None:
+    """Fills this rank's tensors in place and casts them if dtypes differ; `shapes`: those of the whole model. `model`: if it is of transformers.
 
     Multi-token prediction modules and router biases, which serve training only, keep their initial values if the folder lacks them.
     Any other mismatch is refused by name before a value changes.
     """
     quantized = {name: state.tensor for name, state in tensors.items() if isinstance(state.tensor, QuantizedTensor)}
     if hf_config.is_folder(folder):
-        spec = hf_config.model_spec(folder)
-        files = WeightsFolder(folder)
-        table = hf_mapping.match(files, spec)
+        files, _, table = open_weights(folder, model)
         _check(folder, shapes, {entry.name: entry.shape for entry in table})
         values = {name: state.tensor for name, state in tensors.items() if isinstance(state.tensor, Tensor)}
         slices = {name: state.slice for name, state in tensors.items()}

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from functools import cached_property
@@ -28,7 +28,7 @@ from phalanx.checkpointing.replicas.memory_checkpoint import MemoryCopies
 from phalanx.checkpointing.replicas.replica_index import MemoryLocation
 from phalanx.checkpointing.replicas.shm_slots import slots_for
 from phalanx.checkpointing.restore import load
-from phalanx.checkpointing.save import Saver, failure_text
+from phalanx.checkpointing.save import Saver, failure_text, parts_of
 from phalanx.checkpointing.state_tensor import StateTensor
 from phalanx.checkpointing.upload import Uploader
 from phalanx.data.dataset import Dataset
@@ -47,7 +47,8 @@ _EXPORT_TIMEOUT = 7 * 24 * 3600.0
 _DEFAULT_COPY_SHARE = 0.005
 """Share of training time that in-memory copies of a GPU's state may take, if the run file does not ask for them."""
 
-Tensors = Mapping[str, StateTensor]
+Tensors = Mapping[str, StateTensor] | Sequence[Mapping[str, StateTensor]]
+"""The state of a process, or of each of its devices; a checkpoint gets a file for each."""
 
 
 class Checkpointer(StepHook):
@@ -83,11 +84,13 @@ class Checkpointer(StepHook):
         if periodic and self._saves_in_background(tensors):
             self._saver.prepare(tensors)
         for copies in self._copies:
-            copies.prepare(tensors)
+            copies.prepare(_of_one_device(tensors))
 
     def _saves_in_background(self, tensors: Tensors) -> bool:
         """States in files are too large for a copy in memory: training waits for their saves."""
-        return self._run.checkpoint.async_save and all(isinstance(state.tensor, Tensor) for state in tensors.values())
+        return self._run.checkpoint.async_save and all(
+            isinstance(state.tensor, Tensor) for part in parts_of(tensors) for state in part.values()
+        )
 
     def save(self, progress: Progress, tensors: Tensors, *, wait: bool) -> list[Event]:
         """Saves the present state; all ranks call it together. Returns the events of saves that have ended, perhaps of this one too."""
@@ -102,7 +105,7 @@ class Checkpointer(StepHook):
         """Copies the present state to host memory, if a copy is due; all ranks call it together."""
         for copies in self._copies:
             if progress.step % self._copy_every == 0:
-                copies.take(progress.step, tensors(), self._metadata_on_rank_0(progress), self.equal_step())
+                copies.take(progress.step, _of_one_device(tensors()), self._metadata_on_rank_0(progress), self.equal_step())
 
     def _metadata_on_rank_0(self, progress: Progress) -> RunMetadata:
         return RunMetadata() if self._mesh.rank else self.metadata(progress)
@@ -278,7 +281,9 @@ class Checkpointer(StepHook):
         problem: PhalanxError | None = None
         marker: Marker | None = None
         try:
-            marker = load(path, tensors)
+            for part in parts_of(tensors):
+                marker = load(path, part)
+            assert marker is not None
             if self._mesh.rank == 0 and self._run.lora.rank is not None:
                 check_base(self._run.model.from_, marker.run.base, path)
         except PhalanxError as error:
@@ -292,6 +297,12 @@ class Checkpointer(StepHook):
     def close(self) -> None:
         for background in self._background:
             background.close()
+
+
+def _of_one_device(tensors: Tensors) -> Mapping[str, StateTensor]:
+    """The state of a rank of the torch engine; only those have copies in memory."""
+    (part,) = parts_of(tensors)
+    return part
 
 
 def _memory_copies(run: Run, mesh: Mesh) -> MemoryCopies:

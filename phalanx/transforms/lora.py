@@ -20,12 +20,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from phalanx.spec.adapted_layers import A, B, is_target
+from phalanx.spec.cut_plan import Axes, Dim
+from phalanx.spec.errors import RunError
 from phalanx.spec.run import Lora
 from phalanx.spec.tensor_slice import TensorSlice
 from phalanx.transforms.dropout import Dropout, DroppedProduct, layer_key
-
-Axes = Mapping[str, tuple[str, ...]]
-"""Parameter-name pattern to the names of its dimensions; the first that matches counts."""
 
 
 @dataclass(slots=True)
@@ -60,7 +59,13 @@ class Adapters:
             if f"{path}.{A}" in self.names:
                 module.lora_dropout = self.dropout
                 module.lora_key = layer_key(path, device)
-                module.lora_first = slices[f"{path}.{A}"].offset[-1]
+                read = slices[f"{path}.{A}"]
+                if len(read.boxes) > 1:
+                    raise RunError(
+                        f"lora.dropout is not possible on {path} with layout.tensor: a rank has parts of several segments of its input. "
+                        "Set lora.dropout = 0 or layout.tensor = 1."
+                    )
+                module.lora_first = read.offset[-1]
 
     def applied(self, parts: Sequence[nn.Module]) -> str:
         """What was done, read from the parameters."""
@@ -77,7 +82,7 @@ def apply(parts: Sequence[nn.Module], lora: Lora, axes: Axes) -> Adapters:
     """Freeze all parameters and add the adapters. A part may have none, such as a pipeline stage without a target."""
     assert lora.rank is not None
     adapters = Adapters(lora.rank, lora.scale, dropout=Dropout(lora.dropout) if lora.dropout else None)
-    patterns: dict[str, tuple[str, ...]] = {}
+    patterns: dict[str, tuple[Dim, ...]] = {}
     for part in parts:
         part.requires_grad_(False)
         for path, module in part.named_modules():
@@ -124,7 +129,7 @@ def _stacked(path: str, module: nn.Module, axes: Axes) -> list[str]:
     return [leaf for leaf in matrices if _match(f"{path}.{leaf}", axes)[1][:1] == ("expert",)]
 
 
-def _match(name: str, axes: Axes) -> tuple[str, tuple[str, ...]]:
+def _match(name: str, axes: Axes) -> tuple[str, tuple[Dim, ...]]:
     return next(((pattern, dims) for pattern, dims in axes.items() if fnmatchcase(name, pattern)), ("", ()))
 
 
@@ -133,7 +138,7 @@ def _own(leaf: str, matrix: str) -> str:
     return matrix if leaf == "weight" else f"{leaf}_{matrix}"
 
 
-def _add(adapters: Adapters, path: str, module: nn.Module, leaf: str, axes: Axes) -> dict[str, tuple[str, ...]]:
+def _add(adapters: Adapters, path: str, module: nn.Module, leaf: str, axes: Axes) -> dict[str, tuple[Dim, ...]]:
     """Give a module the two matrices of an adapter; returns the names of their dimensions, by pattern."""
     pattern, (*expert_dim, out_dim, in_dim) = _match(f"{path}.{leaf}", axes)
     *experts, out, in_ = module.get_parameter(leaf).shape

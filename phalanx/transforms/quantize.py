@@ -21,8 +21,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake
 
+from phalanx.spec.cut_plan import Axes
+from phalanx.spec.errors import RunError
 from phalanx.spec.tensor_slice import TensorSlice
-from phalanx.transforms.lora import Axes, compute_dtype, layers
+from phalanx.transforms.lora import compute_dtype, layers
 
 Format = Literal["int8", "nf4"]
 
@@ -219,7 +221,11 @@ def apply(
             module, cut = part.get_submodule(owner), slices[name]
             if name in matrices:  # stages may share a module
                 continue
-            assert len(cut.boxes) == 1, f"{name} is cut into {cut.boxes}"
+            if len(cut.boxes) > 1:
+                raise RunError(
+                    f"lora.base cannot quantize {name}, a fused matrix of which layout.tensor gives a rank parts of {len(cut.boxes)} segments: "
+                    "set layout.tensor = 1, or remove lora.base."
+                )
             how = Packing(format, cut.whole[-1], cut.offset[-1], cut.shape[-1])
             matrices[name] = QuantizedTensor(how, cut, pairs)
             empty = torch.empty(*cut.shape[:-1], how.width, dtype=dtype, device="meta")

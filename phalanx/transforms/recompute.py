@@ -20,12 +20,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
-from phalanx.kernels import document_attention, router_product
+from phalanx.kernels import document_attention, router_product, sink_attention
 from phalanx.spec.errors import RunFailed
 from phalanx.transforms.blocks import block_number, blocks, named, routes_tokens
 from phalanx.transforms.dropout import Dropout
 
-STORED = frozenset([document_attention.FORWARD.default, router_product.FORWARD.default]) | frozenset(
+STORED = frozenset(kernel.FORWARD.default for kernel in (document_attention, router_product, sink_attention)) | frozenset(
     getattr(torch.ops.aten, name).default
     for name in (
         "mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_grouped_mm", "_scaled_dot_product_flash_attention",

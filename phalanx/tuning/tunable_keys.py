@@ -55,7 +55,7 @@ class Dimension:
 def _layouts(now: Situation) -> Iterator[Changes]:
     """The plan's best layouts on these devices; on CPUs also other numbers of ranks."""
     base, run = now.base, now.base.run
-    if run.model.module is not None or run.optimizer.sync_every > 1:
+    if not run.model.is_builtin or run.optimizer.sync_every > 1:
         return  # the plan does not cut a custom module, and each replica of local SGD trains alone
     free = replace(run, layout=Layout(), train=replace(run.train, micro_batch=None))
     if "train.micro_batch" in now.fixed:
@@ -102,7 +102,7 @@ def _micro_batches(now: Situation) -> Iterator[Changes]:
 
 def _recompute(now: Situation) -> Iterator[Changes]:
     """Less recomputation first; more of it only helps by what else then fits."""
-    if now.base.run.model.module is not None:
+    if not now.base.run.model.is_builtin:
         return
     for mode in ("none", "selective", "full"):
         yield {"memory.recompute": mode}
@@ -127,7 +127,7 @@ def _cuda_graphs(now: Situation) -> Iterator[Changes]:
 
 def _loss_chunks(now: Situation) -> Iterator[Changes]:
     run, plan = now.base.run, now.base.plan
-    if run.model.module is not None or run.train.objective == "dpo" or run.model.rows < _LARGE_VOCABULARY:
+    if not run.model.is_builtin or run.train.objective == "dpo" or run.model.rows < _LARGE_VOCABULARY:
         return
     tokens = plan.micro_batch * run.train.sequence_length // plan.layout.context
     chunk = min(run.memory.loss_chunk or tokens, tokens)

@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from tempfile import mkdtemp
 from typing import Any
 
@@ -15,16 +15,15 @@ import torch
 
 from phalanx.models.attention import attend_locally
 from phalanx.parallel.mesh import Mesh
-from phalanx.parallel.sharded_model import ParamShard, extract
+from phalanx.spec.errors import RunError
 from phalanx.spec.run import Run
 from phalanx.verification import step_cost as accounts
 from phalanx.verification.cases import MAX_RANKS, Case, Gpus, generate_layouts, make_case
+from phalanx.verification.compare_steps import RankResult, compare_records
 from phalanx.verification.pool_process import PoolProcess
 from phalanx.verification.rank_pool import RankFailed, RankPool
 from phalanx.verification.reference import (
     Reference,
-    ShardValue,
-    StepRecord,
     case_trainer,
     record_steps,
     reference_records,
@@ -32,7 +31,6 @@ from phalanx.verification.reference import (
 )
 from phalanx.verification.step_cost import RankAccount, Theory, measure_step
 from phalanx.verification.tolerance import (
-    FLOOR,
     ROUNDING,
     TOLERANCES,
     Check,
@@ -40,25 +38,10 @@ from phalanx.verification.tolerance import (
     Limits,
     Noise,
     Tolerance,
-    difference,
     first_failure,
     judge,
-    number_difference,
 )
-
-
-@dataclass(slots=True)
-class RankResult:
-    """The comparison of one rank with the reference."""
-
-    comparisons: list[Comparison] = field(default_factory=list)
-    shards: dict[str, ParamShard] = field(default_factory=dict)
-    """The rank's slices of parameters."""
-    split: set[str] = field(default_factory=set)
-    """Mesh axes along which parameters are sharded, read from the optimizer's parameters."""
-    attends_remotely: bool = False
-    """Whether its attention reads keys of other ranks."""
-    account: RankAccount | None = None
+from phalanx.verification.xla_devices import COMPILE_SECONDS, compare_devices
 
 
 def compare_rank(mesh: Mesh, case: Case, reference: Reference, account: bool) -> RankResult:
@@ -68,7 +51,7 @@ def compare_rank(mesh: Mesh, case: Case, reference: Reference, account: bool) ->
     trainer = case_trainer(mesh, case, reference=False)
     result = RankResult()
     for ours, their in zip(record_steps(trainer, case.steps), theirs, strict=True):
-        result.comparisons += _compare(ours, their, mesh.rank)
+        result.comparisons += compare_records(ours, their, mesh.rank)
         result.shards = {name: shard for name, (_, shard) in ours.parameters.items()}
     if all(their.skipped for their in theirs[1:]):  # nothing was updated on either side, so nothing is proven
         problem = f"every step overflowed, with precision.loss_scale = {case.run.precision.loss_scale:g}: lower it"
@@ -89,7 +72,7 @@ def measure_noise(mesh: Mesh, case: Case, reference: Reference) -> Noise:
     noise: dict[tuple[str, int, str], float] = {}
     for disturbed, undisturbed in zip(reference_records(mesh, case, ROUNDING[case.numbers]), expected, strict=True):
         for ours, their in zip(disturbed, undisturbed, strict=True):
-            for kind, step, tensor, _, apart in _compare(ours, their, rank=0):
+            for kind, step, tensor, _, apart in compare_records(ours, their, rank=0):
                 before, so_far = noise.get((kind, step - 1, tensor), 0.0), noise.get((kind, step, tensor), 0.0)
                 # What overflows on one side only is no measurement.
                 noise[kind, step, tensor] = max(before, so_far, apart if math.isfinite(apart) else 0.0)
@@ -101,34 +84,6 @@ def _is_remote(attend: Any) -> bool:
     while hasattr(attend, "inner"):
         attend = attend.inner
     return attend is not attend_locally
-
-
-def _compare(ours: StepRecord, their: StepRecord, rank: int) -> Iterator[Comparison]:
-    yield from _numbers(ours, their, rank)
-    yield from _tensors("parameters", ours.step, (ours.parameters, their.parameters), rank)
-    if not their.skipped:  # overflowed gradients are discarded as a whole
-        yield from _tensors("gradients", ours.step, (ours.gradients, their.gradients), rank)
-
-
-def _numbers(ours: StepRecord, their: StepRecord, rank: int) -> Iterator[Comparison]:
-    if ours.step:
-        if not (ours.skipped or their.skipped):  # the record of a skipped step has no batch
-            yield Comparison("batches", ours.step, "", rank, 0.0 if ours.batch == their.batch else 1.0)
-        yield Comparison("loss", ours.step, "", rank, number_difference(ours.loss, their.loss))
-        yield Comparison("gradient norm", ours.step, "", rank, number_difference(ours.norm, their.norm))
-
-
-def _tensors(
-    kind: str, step: int, sides: tuple[dict[str, ShardValue], dict[str, ShardValue]], rank: int
-) -> Iterator[Comparison]:
-    ours, theirs = sides
-    largest = {name: tensor.abs().max().item() if tensor.numel() else 0.0 for name, (tensor, _) in theirs.items()}
-    floor = FLOOR * max(largest.values(), default=0.0)
-    for name, (tensor, shard) in ours.items():
-        apart = float("inf")
-        if name in theirs and theirs[name][1].slice.whole == shard.slice.whole:
-            apart = difference(tensor.cpu(), extract(shard.slice, theirs[name][0]), max(largest[name], floor))
-        yield Comparison(kind, step, name, rank, apart)
 
 
 Pool = RankPool | PoolProcess
@@ -199,6 +154,8 @@ def verify(
     """Verifies the layout of one run, on CPU or on these GPUs of this machine. Raises RunError if the run is invalid; any other failure
     is in the report. `pool`: one that stays open, or the kind to open. `RankPool` starts sooner, but forks this process, which must not have
     used torch before, nor have threads."""
+    if run.engine.name == "xla" and account:
+        raise RunError('--account counts messages of the torch engine\'s ranks: remove it, or set engine.name = "torch".')
     return prove(make_case(run, ranks=ranks, steps=steps, gpus=gpus), account=account, pool=pool)
 
 
@@ -213,7 +170,7 @@ def sweep(
 ) -> Iterator[Report]:
     """Verifies generated layouts in one pool of ranks, with a report for each. `pool`: see `verify`."""
     most = ranks or MAX_RANKS
-    with _pool(most, "cuda" if gpus else "cpu", pool) as opened:
+    with _pool_for(run, most, "cuda" if gpus else "cpu", pool) as opened:
         references: References = {}
         for generated in generate_layouts(run, most, count=count, gpus=gpus):
             case = make_case(generated, ranks=most, steps=steps, gpus=gpus)
@@ -224,15 +181,22 @@ def prove(
     case: Case, *, account: bool = False, pool: Pool | type[Pool] = PoolProcess, references: References | None = None
 ) -> Report:
     """Verifies one case. `references`: a cache of reference files."""
+    if case.run.engine.name == "xla" and case.gpus:
+        raise RunError('--device cuda puts ranks of the torch engine on GPUs: remove it, or set engine.name = "torch".')
     references = {} if references is None else references
-    with _pool(case.layout.ranks, case.plan.device, pool) as opened:
+    with _pool_for(case.run, case.layout.ranks, case.plan.device, pool) as opened:
         case = replace(case, folder=mkdtemp(dir=opened.folder))
         local = case.layout.data if case.run.optimizer.sync_every > 1 else None
         key = (case.reference, case.reference_plan, case.steps, local)
+        on_xla = case.run.engine.name == "xla"
         try:
             if key not in references:
                 references[key] = opened.alone(train_reference, case, opened.folder / f"reference-{len(references)}.pt")
-            results = opened.run(compare_rank, case.layout, case, references[key], account)
+            results = (
+                opened.alone(compare_devices, case, references[key])
+                if on_xla
+                else opened.run(compare_rank, case.layout, case, references[key], account)
+            )
             comparisons = [row for result in results for row in result.comparisons]
             comparisons += _placement(case, results, references[key])
             limits = Limits(TOLERANCES[case.coarsest])
@@ -251,9 +215,11 @@ def prove(
     )
 
 
-def _pool(ranks: int, device: str, pool: Pool | type[Pool]) -> AbstractContextManager[Pool]:
-    """The caller's pool, which stays open, or a new one."""
-    return pool(ranks, device=device) if isinstance(pool, type) else nullcontext(pool)
+def _pool_for(run: Run, ranks: int, device: str, pool: Pool | type[Pool]) -> AbstractContextManager[Pool]:
+    """The caller's pool, which stays open, or a new one. The XLA engine has one process, which compiles for as long as it takes."""
+    if not isinstance(pool, type):
+        return nullcontext(pool)
+    return pool(1, COMPILE_SECONDS) if run.engine.name == "xla" else pool(ranks, device=device)
 
 
 def _placement(case: Case, results: list[RankResult], reference: Reference) -> Iterator[Comparison]:

@@ -26,6 +26,8 @@ def show_report(console: Console, report: Report) -> None:
     where = (
         f"{ranks} rank{plural} on {case.gpus} GPU{'s' if case.gpus > 1 else ''}" if case.gpus else f"{ranks} CPU rank{plural}"
     )
+    if case.run.engine.name == "xla":
+        where = f"XLA on {ranks} virtual device{plural}"
     against = f"{where} against one process, {case.steps} steps, {precision}"
     console.print(f"{layout_name(case.layout)}: {against}")
     _notes(console, case.notes)

@@ -44,8 +44,12 @@ def main() -> None:
     from phalanx.worker.control_thread import ControlThread
 
     # What every rank would import otherwise when it builds the model and takes its first step, if the run needs it: each takes a second.
-    if run.model.module is not None:
+    if not run.model.is_builtin:
         import torch.fx.experimental.symbolic_shapes
+    if run.model.config is not None:
+        from phalanx.models.init import build
+
+        build(run.model)
     fully_sharded = run.layout.shard > 1 and run.layout.zero == 3
     if fully_sharded or run.layout.pipeline > 1:
         import torch.distributed.fsdp

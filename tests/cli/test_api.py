@@ -97,7 +97,7 @@ def test_api_job_stops_and_reports_failure(run: Run, workshop: Workshop, monkeyp
     assert [event for event in seen if isinstance(event, Saved)][-1].step == max(e.step for e in seen if isinstance(e, Step))
     monkeypatch.setenv(
         "PYTHONPATH",
-        workshop.sabotage("from phalanx.training import trainer\ndel trainer.Trainer.step")["PYTHONPATH"],
+        workshop.sabotage("from phalanx.training import run_loop\ndel run_loop.RunLoop.step")["PYTHONPATH"],
     )
     job = px.train(long, name="long")
     with pytest.raises(RunFailed, match="AttributeError: 'Trainer' object has no attribute 'step'"):

@@ -12,8 +12,10 @@ import torch
 from commands import StepLosses, Workshop
 
 from phalanx.events.records import Evaluated, Restored
+from phalanx.spec.errors import RunError
 from phalanx.spec.load import load
 from phalanx.spec.model import ModelSpec
+from phalanx.worker.measure_process import measure
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SHORT = (
@@ -98,14 +100,40 @@ def test_example_run_file_loads() -> None:
     assert dict(run.model.options) == {"memory": 2.0}
 
 
+def test_sequence_parallelism_of_the_recurrence_is_refused_by_what_mixes_positions() -> None:
+    run = load(EXAMPLES / "own_model.toml", ["layout.tensor=2", "layout.sequence=true"])
+    with pytest.raises(RunError, match=r"layout.sequence = true .*: pad in blocks.0 mixes positions. Remove layout.sequence"):
+        measure(run)
+
+
 def test_a_module_that_cannot_be_cut_is_refused_once_before_any_rank_starts(workshop: Workshop) -> None:
     shutil.copytree(EXAMPLES, workshop.path / "examples", ignore=shutil.ignore_patterns("__pycache__"))
-    ended = workshop.run("train", "examples/own_model.toml", *SHORT, "layout.tensor=2", "--json")
+    ended = workshop.run("train", "examples/own_model.toml", *SHORT, "model.dim=1", "layout.tensor=2", "--json")
     assert ended.code == 2, ended
     (sentence,) = ended.json["error"]
-    assert sentence.startswith("layout.tensor = 2 has nothing to cut in this model") and "set layout.tensor = 1" in sentence
+    assert sentence.startswith("layout.tensor = 2 has nothing to cut in model.module") and "Set layout.tensor = 1" in sentence
+    assert "its 1 rows would leave one of 2 ranks without any" in sentence
     assert ended.shown.count("nothing to cut") == 2, "on standard error, and in the JSON object"
     assert not (workshop.path / "runs").exists()
+
+
+@pytest.mark.slow
+def test_the_example_is_proven_on_tensor_ranks(workshop: Workshop) -> None:
+    shutil.copytree(EXAMPLES, workshop.path / "examples", ignore=shutil.ignore_patterns("__pycache__"))
+    ended = workshop.run("verify", "examples/own_model.toml", *SHORT, "layout.tensor=2", "--steps", 2, "--json")
+    assert ended.code == 0 and ended.json["passed"], ended
+
+
+def test_inferred_cuts_are_printed(workshop: Workshop) -> None:
+    shutil.copytree(EXAMPLES, workshop.path / "examples", ignore=shutil.ignore_patterns("__pycache__"))
+    ended = workshop.run("models", "--axes", "examples/own_model.toml", "layout.tensor=4", "--json")
+    assert ended.code == 0, ended
+    assert ended.json["ranks"] == 4
+    assert ended.json["axes"]["blocks.*.into.weight"] == [[["ffn", 128]] * 3, "model"]
+    assert ended.json["axes"]["blocks.*.out.weight"] == ["model", "ffn"]
+    assert '"blocks.*.out.weight": ("model", "ffn"),' in ended.err
+    assert "blocks.0 … blocks.3 (4): 1 sum over the ranks in a forward." in ended.err
+    assert "embed.weight" in ended.json["whole"]
 
 
 @pytest.mark.slow

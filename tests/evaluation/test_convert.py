@@ -23,7 +23,7 @@ from phalanx.models.init import build, materialize
 from phalanx.spec import hf_config
 from phalanx.spec.dump import dump
 from phalanx.spec.errors import PhalanxError, RunError
-from phalanx.spec.model import Mla, ModelSpec, Moe
+from phalanx.spec.model import PRESETS, Mla, ModelSpec, Moe
 from phalanx.spec.run import Run, Train
 
 transformers = pytest.importorskip("transformers")
@@ -88,7 +88,11 @@ ROUTED = Moe(experts=8, active=2, ffn=16, shared=2, dense_layers=1, router="sigm
 SMALL = ModelSpec(vocab=257, dim=32, heads=4, kv_heads=2, layers=3, context=128)
 TRAINED = {
     "llama": SMALL,
-    "mistral": replace(SMALL, dim=30, head_dim=8),
+    "mistral": replace(SMALL, dim=30, head_dim=8, window=10),
+    "qwen2": replace(SMALL, qkv_bias=True, window=6, window_from=1),
+    "phi3": replace(SMALL, rope_fraction=0.5, window=10),
+    "gemma2": replace(PRESETS["tiny-gemma2"], vocab=257, context=128),
+    "gemma3_text": replace(PRESETS["tiny-gemma3"], vocab=257, context=128),
     "qwen3": replace(SMALL, qk_norm=True, tied=True),
     "mixtral": replace(SMALL, moe=Moe(experts=4, active=2, ffn=24)),
     "qwen3_moe": replace(SMALL, qk_norm=True, moe=Moe(experts=4, active=2, ffn=24, normalize=False, balance_loss=0.01)),

@@ -112,21 +112,40 @@ from phalanx.kernels.document_attention import DocumentSpans
 from phalanx.models.attention import Scope, attend_locally
 
 dice = np.random.default_rng(0)
-for rows, heads, keys, length, width, values, whole in (
-    (3, 4, 2, 512, 64, 64, (1,)), (2, 4, 4, 300, 128, 128, ()), (4, 8, 2, 256, 64, 64, (0, 3)), (2, 4, 4, 256, 192, 128, ()), (1, 2, 1, 17, 32, 32, ()),
+for rows, heads, keys, length, width, values, whole, window in (
+    (3, 4, 2, 512, 64, 64, (1,), None), (2, 4, 4, 300, 128, 128, (), None), (4, 8, 2, 256, 64, 64, (0, 3), None),
+    (2, 4, 4, 256, 192, 128, (), None), (1, 2, 1, 17, 32, 32, (), None),
+    (3, 4, 2, 512, 64, 64, (1,), 100), (4, 8, 2, 256, 64, 64, (0, 3), 2), (2, 4, 4, 300, 128, 128, (), 33), (2, 4, 4, 64, 64, 64, (0,), 64),
 ):
     documents = np.cumsum(dice.random((rows, length)) < 1 / 90, axis=1).astype(np.int32)
     documents[list(whole)] = 0
     spans = DocumentSpans.of(documents)
-    scope = Scope(torch.from_numpy(documents).cuda(), DocumentSpans(spans.bounds.cuda(), spans.runs))
+    scope = Scope(torch.from_numpy(documents).cuda(), DocumentSpans(spans.bounds.cuda(), spans.runs), window)
     inputs = [torch.randn(rows, h, length, w, device="cuda", dtype=torch.bfloat16).requires_grad_() for h, w in ((heads, width), (keys, width), (keys, values))]
     out = attend_locally(*inputs, scope)
     gradient = torch.randn_like(out)
     found = torch.autograd.grad(out, inputs, gradient)
     exact = [x.detach().float().requires_grad_() for x in inputs]
-    wanted = attend_locally(*exact, Scope(scope.documents))
+    wanted = attend_locally(*exact, Scope(scope.documents, window=window))
     for one, other in zip((out, *found), (wanted, *torch.autograd.grad(wanted, exact, gradient.float()))):
         assert (one - other).norm() / other.norm() < 5e-3
+    if width == values:  # sinks, with documents that the host knows, that a mask knows, and without any
+        for scopes in ((scope, Scope(scope.documents, window=window)), (Scope(None, window=window),) * 2):
+            given = [*inputs, torch.randn(heads, device="cuda").requires_grad_()]
+            exact = [x.detach().double().requires_grad_() for x in given]
+            out = attend_locally(*given[:3], scopes[0], None, None, given[3])
+            found = torch.autograd.grad(out, given, gradient)
+            scores = exact[0] @ exact[1].repeat_interleave(heads // keys, 1).mT * width**-0.5
+            mask = scopes[1].mask(length, scores.device)
+            mask = torch.ones_like(scores[0, 0], dtype=torch.bool).tril() if mask is None else mask
+            scores = torch.cat((scores.masked_fill(~mask, -torch.inf), exact[3].view(-1, 1, 1).expand(rows, -1, length, 1)), -1)
+            wanted = scores.softmax(-1)[..., :-1] @ exact[2].repeat_interleave(heads // keys, 1)
+            for one, other in zip((out, *found), (wanted, *torch.autograd.grad(wanted, exact, gradient.double()))):
+                assert one.isfinite().all() and (one - other).norm() / other.norm() < 8e-3, (rows, window, (one - other).norm() / other.norm())
+            run = torch.compile(lambda *x: attend_locally(*x[:3], scopes[0], None, None, x[3]), fullgraph=True)
+            if rows == 3:
+                compiled = torch.autograd.grad(run(*given), given, gradient)
+                assert all((one - other).norm() <= 1e-3 * other.norm() for one, other in zip(compiled, found))
 print("ok")
 """
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -56,13 +57,13 @@ def test_kernels_get_one_width_that_is_a_multiple_of_8(width: int, narrow: int, 
     documents = np.array([[0, 0, 1, 1, 1], [0, 1, 1, 2, 2]], dtype=np.int32)
     seen: list[int] = []
 
-    def kernel(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, runs: Tensor, scale: float) -> tuple[Tensor, None]:
+    def kernel(q: Tensor, k: Tensor, v: Tensor, *how: Any) -> tuple[Tensor, None]:
         """In place of the GPU's, with the mask that it does without."""
         assert q.shape[-1] == k.shape[-1] == v.shape[-1]
         seen.append(q.shape[-1])
-        mask = attention.Scope(torch.from_numpy(documents)).mask
+        mask = attention.Scope(torch.from_numpy(documents)).mask(documents.shape[1], torch.device("cpu"))
         heads = (x.transpose(1, 2) for x in (q, k, v))
-        return F.scaled_dot_product_attention(*heads, attn_mask=mask, scale=scale, enable_gqa=True).transpose(1, 2), None
+        return F.scaled_dot_product_attention(*heads, attn_mask=mask, scale=how[2], enable_gqa=True).transpose(1, 2), None
 
     monkeypatch.setattr(attention, "document_attention", kernel)
     torch.manual_seed(0)

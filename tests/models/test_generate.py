@@ -24,6 +24,7 @@ LATENT = replace(
     moe=Moe(experts=6, active=2, ffn=32, shared=1, dense_layers=1, router="sigmoid", groups=3, active_groups=2),
     rope_scaling=RopeScaling(kind="yarn", factor=8.0, original_context=16, mscale_all_dim=1.0),
 )  # fmt: skip
+CAPPED = replace(LLAMA, attention_cap=2.0, logit_cap=4.0, window=9, global_every=2, query_scalar=5)
 GREEDY = Sampling(temperature=0)
 
 
@@ -44,7 +45,7 @@ def greedy_without_memory(spec: ModelSpec, count: int) -> list[int]:
     return tokens[3:]
 
 
-@pytest.mark.parametrize("spec", [LLAMA, GPT, MIXED, LATENT], ids=["rope", "learned", "experts", "latent"])
+@pytest.mark.parametrize("spec", [LLAMA, GPT, MIXED, LATENT, CAPPED], ids=["rope", "learned", "experts", "latent", "capped"])
 def test_remembering_keys_and_values_changes_no_token(spec: ModelSpec) -> None:
     expected = greedy_without_memory(spec, 40)
     assert len(set(expected)) > 4  # not one token over and over, which anything would get right

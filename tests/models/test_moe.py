@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from phalanx.models.init import build, materialize
-from phalanx.models.moe import Experts, MoE, Router, _ZeroUnusedGradients, balance, dispatch_locally, loop_experts, routers
+from phalanx.models.moe import Experts, MoE, Router, ZeroUnusedGradients, balance, dispatch_locally, loop_experts, routers
 from phalanx.spec.model import ModelSpec, Moe
 
 CPU = torch.device("cpu")
@@ -78,7 +78,7 @@ def test_experts_without_rows_or_width_give_zeros_and_learn_zeros(count: int, ff
 
 def test_what_a_gpu_leaves_unwritten_for_experts_without_rows_is_no_gradient() -> None:
     weight = torch.ones(3, 2, 2, requires_grad=True)
-    y = _ZeroUnusedGradients.apply(weight, torch.tensor([2, 0, 1]))
+    y = ZeroUnusedGradients.apply(weight, torch.tensor([2, 0, 1]))
     assert torch.equal(y, weight)
     unwritten = torch.ones(3, 2, 2)
     unwritten[1] = torch.nan

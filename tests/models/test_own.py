@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from phalanx.models.custom import axes
+from phalanx.models.custom import axes_of
 from phalanx.models.init import build, materialize
 from phalanx.models.sampling import Sampling, generate
 from phalanx.spec.errors import RunError
@@ -49,7 +49,8 @@ BAD = {
     "no such class": (GOOD, "Mixture", ("no class Mixture", "Mixer")),
     "not a module": ("def Mixer(spec): ...", "Mixer", ("Mixer is not a torch.nn.Module",)),
     "an error when built": (GOOD.replace("spec.dim, bias", "spec.width, bias"), "Mixer", ("AttributeError", "width")),
-    "no table": (GOOD.replace("AXES =", "AXIS ="), "Mixer", ("no table AXES",)),
+    "no table": (GOOD.replace("AXES = {", "AXES = 3; AXIS = {"), "Mixer", ("AXES", "is no table")),
+    "segments without sizes": (GOOD.replace('"mix.weight": ("model", "model")', '"mix.weight": (("a", "b"), "model")'), "Mixer", ("mix.weight", "does not name the 2 dimensions")),
     "a parameter left out": (GOOD.replace('"mix.weight"', '"mixed.weight"'), "Mixer", ("mix.weight", "[8, 8]")),
     "wrong number of dimensions": (
         GOOD.replace('("vocab",)', '("vocab", "model")'), "Mixer", ("head.bias", "1 dimensions", "('vocab', 'model')")
@@ -79,7 +80,7 @@ def test_a_module_of_the_working_directory_becomes_a_model(place: str) -> None:
     module = f"{place}:Mixer"
     model = build(spec(module))
     assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
-    assert axes(module)["mix.weight"] == ("model", "model")
+    assert axes_of(model)["mix.weight"] == ("model", "model")
     one, other = (materialize(build(spec(module)), 3, CPU) for _ in range(2))
     values = dict(one.named_parameters())
     assert all(torch.equal(values[name], again) for name, again in other.named_parameters())
@@ -88,6 +89,12 @@ def test_a_module_of_the_working_directory_becomes_a_model(place: str) -> None:
     assert 0.3 < values["embed.weight"].std() < 0.5
     assert 0.1 < values["mix.weight"].std() < 0.3  # "residual": divided by sqrt(2 · layers)
     torch.testing.assert_close(one.weights, torch.arange(1.0, 65) ** 0.25)
+
+
+def test_a_table_is_optional(place: str) -> None:
+    Path(f"{place}.py").write_text(GOOD.replace("AXES =", "AXIS ="))
+    table = axes_of(build(spec(f"{place}:Mixer")))
+    assert table["mix.weight"] == ("inner", "inner")
 
 
 def test_it_generates_without_a_memory_of_its_own(place: str) -> None:
@@ -133,4 +140,4 @@ def test_the_built_in_decoder_can_be_derived_from(place: str) -> None:
     louder = materialize(build(spec(f"{place}:Louder")), 3, CPU)
     tokens, positions = torch.tensor([[1, 2, 3]]), torch.arange(3)[None]
     assert torch.equal(louder(tokens, positions), 2 * plain(tokens, positions))
-    assert axes(None) is axes(f"{place}:Louder")
+    assert axes_of(plain) is axes_of(louder)

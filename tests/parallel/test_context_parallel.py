@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from phalanx.kernels import partial_attention as kernels
 from phalanx.models.attention import Scope, attend_locally
 from phalanx.models.init import build, materialize
-from phalanx.parallel.context import context_parallel, kernels, online_softmax
+from phalanx.parallel.context import context_parallel, online_softmax
 from phalanx.parallel.context.context_parallel import piece_pair
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.sharded_model import OwnedParam, ParamShard, ShardedModel
@@ -59,9 +60,24 @@ def inputs(
 def expected(case: Case) -> list[Tensor]:
     """Result and gradients by torch's own attention on the whole sequence, in fp64."""
     q, k, v, gradient = (x.double().requires_grad_() for x in case.tensors)
-    mask = Scope(torch.zeros(q.shape[0], q.shape[2]) if case.table is None else case.table).mask
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=case.scale, enable_gqa=True)
-    return [out.detach(), *torch.autograd.grad(out, (q, k, v), gradient)]
+    sinks = None if case.sinks is None else case.sinks.double().requires_grad_()
+    places = torch.arange(q.shape[2])
+    distance = places[:, None] - places
+    mask = (distance >= 0) & (distance < (case.window or q.shape[2]))
+    if case.table is not None:
+        mask = (mask & (case.table[:, :, None] == case.table[:, None]))[:, None]
+    if case.cap is None and sinks is None:
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=case.scale, enable_gqa=True)
+    else:
+        scale = q.shape[-1] ** -0.5 if case.scale is None else case.scale
+        scores = torch.einsum("bhse,bhte->bhst", q, k.repeat_interleave(q.shape[1] // k.shape[1], 1)) * scale
+        scores = scores if case.cap is None else torch.tanh(scores / case.cap) * case.cap
+        scores = scores.masked_fill(~mask, -torch.inf)
+        if sinks is not None:
+            scores = torch.cat((scores, sinks.view(-1, 1, 1).expand(*scores.shape[:3], 1)), -1)
+        weights = scores.softmax(-1)[..., : k.shape[2]]
+        out = weights @ v.repeat_interleave(q.shape[1] // k.shape[1], 1)
+    return [out.detach(), *torch.autograd.grad(out, (q, k, v) if sinks is None else (q, k, v, sinks), gradient)]
 
 
 class Bare(nn.Module):
@@ -100,6 +116,9 @@ class Case(NamedTuple):
     tensors: list[Tensor]
     table: Tensor | None
     scale: float | None = None
+    window: int | None = None
+    cap: float | None = None
+    sinks: Tensor | None = None
 
 
 def several(mesh: Mesh, cases: list[Case]) -> dict[str, list[list[Tensor]]]:
@@ -107,10 +126,10 @@ def several(mesh: Mesh, cases: list[Case]) -> dict[str, list[list[Tensor]]]:
     found: dict[str, list[list[Tensor]]] = {}
     for method in METHODS:
         attend, begun = swapped(mesh, method), []
-        for tensors, table, scale in cases:
+        for tensors, table, scale, window, cap, sinks in cases:
             q, k, v, gradient = (here(mesh, method, x, 2) for x in tensors)
-            leaves = [x.requires_grad_() for x in (q, k, v)]
-            begun.append((attend(*leaves, Scope(table), scale), leaves, gradient))
+            leaves = [x.requires_grad_() for x in (q, k, v, *([] if sinks is None else [sinks.clone()]))]
+            begun.append((attend(*leaves[:3], Scope(table, window=window), scale, cap, *leaves[3:]), leaves, gradient))
         found[method] = [[out.detach(), *torch.autograd.grad(out, leaves, gradient)] for out, leaves, gradient in begun]
     return found
 
@@ -124,6 +143,8 @@ def compare(count: int, cases: list[Case]) -> dict[str, list[float]]:
         for method in METHODS:
             got = [together([of[method][number][which] for of in found], method, 2) for which in range(4)]
             assert [x.dtype for x in got] == [case.tensors[0].dtype] * 4
+            if case.sinks is not None:
+                got.append(sum(of[method][number][4] for of in found))
             worst[method].append(max(difference(*pair) for pair in zip(got, wanted, strict=True)))
     return worst
 
@@ -146,6 +167,42 @@ def test_results_and_gradients_are_those_of_one_device(count: int, kernel: str) 
     cases.append(Case(inputs(GROUPED, batch=1), torch.zeros(1, LENGTH, dtype=torch.int64), 0.2))
     for worst in compare(count, cases).values():
         assert max(worst) < 2e-6
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_windows_are_those_of_one_device(count: int, kernel: str) -> None:
+    # Shorter than a block, longer than a piece, longer than half of the sequence, and without an effect.
+    cases = [
+        Case(inputs(GROUPED), documents(3, LENGTH, kind), None, n) for n in (2, 7, 19, 30, 99) for kind in ("none", "uneven")
+    ]
+    for worst in compare(count, cases).values():
+        assert max(worst) < 2e-6
+
+
+def test_soft_caps_are_those_of_one_device(kernel: str) -> None:
+    cases = [Case(inputs(shape), documents(3, LENGTH, "uneven"), 0.4, 9, 0.8) for shape in (EQUAL, GROUPED, NARROW)]
+    cases.append(Case(inputs(GROUPED), None, 0.4, None, 0.8))
+    for worst in compare(2, cases).values():
+        assert max(worst) < 2e-6
+    for case in cases:
+        leaves = [x.clone().requires_grad_() for x in case.tensors[:3]]
+        out = attend_locally(*leaves, Scope(case.table, window=case.window), case.scale, case.cap)
+        found = [out.detach(), *torch.autograd.grad(out, leaves, case.tensors[3])]
+        assert max(difference(*pair) for pair in zip(found, expected(case), strict=True)) < 2e-6
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_sinks_are_those_of_one_device(count: int, kernel: str) -> None:
+    """Each rank has the gradient of the sinks from its own queries, or of its own heads."""
+    sinks = torch.tensor([1.5, -0.5, 0.0, 3.0])
+    cases = [
+        Case(inputs(shape), documents(3, LENGTH, kind), None, window, cap, sinks)
+        for shape in (GROUPED, SINGLE, NARROW)
+        for kind in ("none", "uneven")
+        for window, cap in ((None, None), (9, None), (19, 0.8))
+    ]
+    for worst in compare(count, cases).values():
+        assert max(worst) < 3e-6
 
 
 @pytest.mark.parametrize("count", [3, 4])
@@ -203,6 +260,19 @@ def test_documents_cost_a_mask_only_where_one_ends_and_nothing_where_none_is_sha
     assert plan.tiles((2,), (0,)) == []
     assert plan.tiles((3,), (2,)) == [online_softmax.Tile((0, 4), (0, 4), causal=False, masked=False)]
     assert plan.tiles((0, 1), (2, 3)) == []
+
+
+def test_keys_outside_of_every_window_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(online_softmax, "_BLOCK", 4)
+    plan = online_softmax.MaskPlan(16, 4, None, window=5)
+    assert plan.tiles((0,), (0,)) == [online_softmax.Tile((0, 4), (0, 4), causal=True, masked=False)]
+    assert plan.tiles((1,), (0, 1)) == [
+        online_softmax.Tile((0, 4), (4, 8), causal=True, masked=False),
+        online_softmax.Tile((0, 4), (0, 4), causal=False, masked=True),
+    ]
+    assert plan.tiles((2, 3), (0,)) == []
+    assert plan.tiles((0, 3), (2, 3))[-1] == online_softmax.Tile((4, 8), (0, 4), causal=False, masked=True)
+    assert online_softmax.MaskPlan(16, 4, None, window=16).is_plain
 
 
 # Whole models.

@@ -55,7 +55,17 @@ QUICK = [
     adapted(case(TINY, 2, 8, 256, Layout(data=1), micro_batch=4), base="nf4"),
     adapted(case(TINY, 2, 8, 256, Layout(data=1, shard=2, zero=3), micro_batch=4), base="int8", dropout=0.1),
 ]
+QUICK += [
+    case(replace(PRESETS[name], vocab=1024), 4, 8, 512, Layout(data=1), micro_batch=4)
+    for name in ("tiny-window", "tiny-gemma2", "tiny-gemma3")
+]
 LONG = [
+    case("mistral-7b", 4, 1, 8192, Layout(data=1)),
+    case("gemma2-2b", 4, 1, 2048, Layout(data=1)),
+    case("gemma2-2b", 4, 1, 2048, Layout(data=1), recompute="selective"),
+    case("gemma2-2b", 4, 2, 4096, Layout(data=1, context=2)),
+    case("gemma2-2b", 4, 2, 2048, Layout(data=1, tensor=4)),
+    case("gemma3-1b", 8, 1, 4096, Layout(data=1)),
     case("llama3-8b", 4, 1, 4096, Layout(data=1)),
     case("llama3-8b", 4, 1, 4096, Layout(data=1), recompute="full"),
     case("llama3-8b", 4, 1, 4096, Layout(data=1), recompute="selective"),

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from phalanx.models import custom
 from phalanx.planning import planner
 from phalanx.planning.machines.hardware import hardware
 from phalanx.planning.request import PlanRequest
@@ -15,10 +16,11 @@ from phalanx.rehearsal.fake_gpu import RehearsalDevice, card
 from phalanx.rehearsal.module_process import traced
 from phalanx.rehearsal.rehearse import rehearsal_job, rehearse
 from phalanx.spec.errors import RunError
+from phalanx.spec.layout import Layout
 from phalanx.spec.load import loads
 from phalanx.spec.plan import Machine, Size
 from phalanx.spec.run import Run
-from phalanx.worker.measure_process import measure
+from phalanx.worker.measure_process import fewest_replicas, measure
 
 GPU = "a100-sxm-40gb"
 HERE = Machine(host="here", cpu="a core", cores=4, memory=16 << 30)
@@ -92,14 +94,14 @@ class Reading(Model):
 
 
 class Plain(Model):
-    # Layers under another name than `blocks`.
+    # One layer, in no list.
     def __init__(self, spec):
         super().__init__(spec)
-        self.tower = self.blocks
-        del self.blocks
+        layers, self.blocks = self.blocks, nn.Module()
+        self.blocks.add_module("0", layers[0])
 
     def forward(self, tokens_BS, positions_BS, documents_BS=None):
-        return self.head(self.norm(self.tower[0](self.embed(tokens_BS))))
+        return self.head(self.norm(self.blocks.get_submodule("0")(self.embed(tokens_BS))))
 """
 DIM, LAYERS, VOCAB, LENGTH = 512, 6, 8000, 512
 PARAMETERS = 2 * VOCAB * DIM + LAYERS * (4 * DIM**2 + 6 * DIM**2 + 2 * DIM) + DIM
@@ -166,6 +168,20 @@ def test_planned_memory_of_a_custom_module_equals_that_of_its_program(
     assert judged.bytes - judged.memory["fixed"] == pytest.approx(peak, rel=0.1)
 
 
+def test_sequence_parallelism_of_a_custom_module_keeps_less(sizes: dict[int, Size]) -> None:
+    settings = "layout.data=4", "layout.tensor=2", "layout.sequence=true", "train.micro_batch=8", "memory.offload=none"
+    given = run(*settings)
+    size = trace(given)
+    assert size.activations is not None and sizes[2].activations is not None and size.activations < sizes[2].activations
+    report = planner.plan(PlanRequest(given, module_size=size))
+    assert report.best.layout.sequence
+    custom._plans.clear()  # a rehearsal of its own finds out how ranks divide the module
+    judged = judge(replace(given, model=replace(given.model, measured=size)), hardware(given, None))
+    job = rehearsal_job(given, HERE, size)
+    peak = rehearse(job.run, job.plan, 0, job.device).peak
+    assert judged.bytes - judged.memory["fixed"] == pytest.approx(peak, rel=0.1)
+
+
 def test_plan_searches_what_a_custom_module_allows(sizes: dict[int, Size]) -> None:
     report = planner.plan(PlanRequest(run(), module_size=sizes[1]))
     tried = [report.best, *report.runners_up, *(other.candidate for other in report.alternatives if other.candidate)]
@@ -201,8 +217,8 @@ def test_a_module_that_cannot_be_traced_is_not_refused() -> None:
     ("settings", "name", "parts"),
     [
         (("layout.tensor=3", "layout.data=1"), "Model", ("layout.tensor = 3 does not divide model.heads = 8",)),
-        (("memory.recompute=full",), "Plain", ('memory.recompute = "full"', "no attribute blocks")),
-        (("memory.compile=true",), "Plain", ("memory.compile = true", "no attribute blocks")),
+        (("memory.recompute=full",), "Plain", ('memory.recompute = "full"', "holds no list of layers")),
+        (("memory.compile=true",), "Plain", ("memory.compile = true", "holds no list of layers")),
     ],
 )
 def test_what_ranks_would_refuse_is_refused_when_the_module_is_measured(
@@ -212,3 +228,9 @@ def test_what_ranks_would_refuse_is_refused_when_the_module_is_measured(
         measure(run(*settings, name=name))
     (sentence,) = caught.value.problems
     assert all(part in sentence for part in parts), sentence
+
+
+def test_the_fewest_replicas_have_a_rank_for_each_part_of_the_experts() -> None:
+    assert fewest_replicas(Layout(pipeline=2, expert=8)) == Layout(data=8, pipeline=2, expert=8)
+    assert fewest_replicas(Layout(shard=4, expert=8)) == Layout(data=2, shard=4, expert=8)
+    assert fewest_replicas(Layout(data=6, tensor=2)) == Layout(data=1, tensor=2)

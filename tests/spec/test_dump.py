@@ -87,7 +87,7 @@ def draw_run(draw: random.Random) -> Run:
 
 def test_many_runs_read_back() -> None:
     draw = random.Random(4)
-    runs = [draw_run(draw) for _ in range(150)]
+    runs = [draw_run(draw) for _ in range(300)]
     assert len(set(runs)) == len(runs)
     drawn = [
         sum(bool(getattr(run.model, name)) for run in runs)

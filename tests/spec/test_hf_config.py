@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hf_models import CONFIGS, SIZES, YARN
+from hf_models import CONFIGS, SIZES, YARN, config_class
 
 from phalanx.spec import hf_config, hf_config_write
 from phalanx.spec.errors import RunError
@@ -59,16 +59,20 @@ def test_the_published_deepseek_is_the_preset(tmp_path: Path) -> None:
 
 
 def test_keys_left_out_mean_what_transformers_takes_them_for(tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("transformers")
     sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     for family, more in (
         ("Llama", {}),
+        ("Qwen2", {}),
+        ("Gemma2", {}),
+        ("Phi3", {"pad_token_id": None}),
+        ("Gemma3", {}),
         ("Qwen3", {}),
         ("Mixtral", {}),
         ("Qwen3Moe", {"moe_intermediate_size": 64, "num_experts": 8}),
     ):
         given = {key: LLAMA[key] for key in sizes} | more
-        theirs = getattr(transformers, f"{family}Config")(**given)
+        theirs = config_class(family)(**given)
         architecture = f"{family}ForCausalLM"
         short = spec_of(tmp_path, given | {"architectures": [architecture]})
         full = spec_of(tmp_path, theirs.to_dict() | {"architectures": [architecture]})
@@ -98,15 +102,48 @@ def test_balancing_follows_the_config(tmp_path: Path) -> None:
     assert deepseek is not None and deepseek.bias_rate == 0.001
 
 
+GEMMA: dict[str, Any] = SIZES | {"architectures": ["Gemma2ForCausalLM"], "sliding_window": 7}
+QWEN2: dict[str, Any] = LLAMA | {"architectures": ["Qwen2ForCausalLM"]}
+SLIDING = {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 0}
+
+
+@pytest.mark.parametrize(
+    ("change", "windows"),
+    [
+        ({}, [64, 64, 64]),
+        ({"max_window_layers": 2}, [None, None, 64]),
+        ({"max_window_layers": 28}, [None, None, None]),
+        ({"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}, [64, None, 64]),
+        ({"layer_types": ["full_attention", "sliding_attention", "full_attention"]}, [None, 64, None]),
+        ({"use_sliding_window": False}, [None, None, None]),
+        ({"sliding_window": None}, [None, None, None]),
+    ],
+)
+def test_the_window_is_in_the_layers_that_have_it(tmp_path: Path, change: dict[str, Any], windows: list[int | None]) -> None:
+    spec = spec_of(tmp_path, QWEN2 | SLIDING | change)
+    assert [spec.window_of(layer) for layer in range(3)] == windows
+    assert spec.window == next((window for window in windows if window), None)
+    assert spec_of(tmp_path, hf_config_write.config(spec)) == spec
+
+
 REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
-    (LLAMA, {"architectures": ["OPTForCausalLM"]}, "LlamaForCausalLM, MistralForCausalLM, Qwen3ForCausalLM"),
+    (LLAMA, {"architectures": ["OPTForCausalLM"]}, "LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM"),
     (LLAMA, {"architectures": None}, "architectures = null"),
     (LLAMA, {"attention_bias": True}, "attention_bias = true"),
     (LLAMA, {"mlp_bias": True}, "mlp_bias = true"),
     (LLAMA, {"hidden_act": "gelu"}, 'hidden_act = "gelu"'),
     (LLAMA, {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
     (LLAMA, {"logit_scale": 0.5}, "logit_scale = 0.5"),
-    (LLAMA, {"rope_scaling": {"type": "linear", "factor": 2.0}}, 'rope_scaling.rope_type = "linear"'),
+    (LLAMA, {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, 'rope_scaling.rope_type = "dynamic"'),
+    (GEMMA, {"hidden_activation": "gelu"}, 'hidden_activation = "gelu"'),
+    (GEMMA, {"attn_logit_softcapping": "soft"}, 'attn_logit_softcapping = "soft"'),
+    (GEMMA, {"use_bidirectional_attention": True}, "use_bidirectional_attention = true"),
+    (GEMMA, {"rope_scaling": {"rope_type": "linear"}}, "rope_scaling.factor = null"),
+    (
+        GEMMA | {"architectures": ["Gemma3ForCausalLM"]},
+        {"rope_parameters": {"full_attention": {}, "sliding_attention": {"rope_type": "yarn"}}},
+        'rope_parameters.sliding_attention.rope_type = "yarn"',
+    ),
     (LLAMA, {"rope_scaling": YARN | {"truncate": False}}, "rope_scaling.truncate = false"),
     (LLAMA, {"rope_scaling": YARN | {"attention_factor": 2.0}}, "rope_scaling.attention_factor = 2.0"),
     (LLAMA, {"rope_scaling": YARN | {"ramp": 3}}, "rope_scaling.ramp = 3"),
@@ -138,8 +175,15 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         'sliding_window = "4"',
     ),
     (GPT2, {"n_head": 11}, "n_embd = 768"),
-    (LLAMA | {"architectures": ["MistralForCausalLM"]}, {"sliding_window": 256}, "sliding_window = 256"),
-    (LLAMA | {"architectures": ["Qwen3ForCausalLM"]}, {"use_sliding_window": True}, "use_sliding_window = true"),
+    (LLAMA, {"use_sliding_window": True}, "use_sliding_window = true"),
+    (QWEN2, {"layer_types": ["sliding_attention"] * 3}, 'layer_types = "sliding_attention": such layers need'),
+    (QWEN2 | SLIDING, {"layer_types": ["sliding_attention"] * 2}, "it names 2 layers of 3"),
+    (QWEN2 | SLIDING, {"layer_types": ["chunked_attention"] * 3}, 'layer_types = "chunked_attention"'),
+    (
+        QWEN2 | SLIDING | {"num_hidden_layers": 5},
+        {"layer_types": [f"{kind}_attention" for kind in ("sliding", "full", "full", "sliding", "full")]},
+        "the window may begin after some layers",
+    ),
     (QWEN_MOE, {"decoder_sparse_step": 2}, "decoder_sparse_step = 2"),
     (QWEN_MOE, {"mlp_only_layers": [0]}, "mlp_only_layers = [0]"),
     (GPT2, {"activation_function": "relu"}, 'activation_function = "relu"'),
@@ -196,6 +240,21 @@ MOE = replace(DENSE, moe=Moe(experts=4, active=2, ffn=16))
 UNEXPRESSIBLE = [
     (replace(DENSE, activation="gelu"), 'model.activation = "gelu"'),
     (replace(DENSE, bias=True), "model.bias = true"),
+    (replace(DENSE, qkv_bias=True, qk_norm=True), "model.qk_norm = true"),
+    (replace(MOE, qkv_bias=True), "model.qkv_bias = true"),
+    (replace(DENSE, window=8, global_every=2), "model.window = 8 in some blocks"),
+    (
+        replace(DENSE, mla=Mla(kv_rank=8), window=8),
+        "model.window = 8: Hugging Face's DeepSeek-V3, the nearest family, has no such",
+    ),
+    (replace(DENSE, rope_fraction=0.5, qk_norm=True), "model.qk_norm = true: Hugging Face's Phi-3"),
+    (replace(PRESETS["phi4"], rope_scaling=RopeScaling(factor=8.0)), "model.rope_scaling: Hugging Face's Phi-3"),
+    (replace(MOE, export_as="phi3"), "model.moe: Hugging Face's Phi-3"),
+    (replace(DENSE, logit_cap=3.0), "model.logit_cap = 3.0: Hugging Face's Llama"),
+    (replace(PRESETS["gemma2-2b"], scale_embedding=False), "model.scale_embedding = false"),
+    (replace(PRESETS["gemma2-2b"], activation="swiglu"), 'model.activation = "swiglu"'),
+    (replace(PRESETS["gemma2-2b"], rope_local_theta=1e4), "model.rope_local_theta = 10000.0"),
+    (replace(PRESETS["gemma3-1b"], rope_local_theta=None), "model.rope_local_theta"),
     (replace(DENSE, norm="layer"), 'model.positions = "rope"'),
     (replace(DENSE, positions="learned"), 'model.norm = "rms"'),
     (replace(DENSE, module="mine:Model"), "model.module"),
@@ -219,7 +278,7 @@ def test_a_model_that_no_family_expresses_is_refused_by_key(spec: ModelSpec, sai
 def test_transformers_reads_what_is_written_as_what_was_read(tmp_path: Path, name: str) -> None:
     transformers = pytest.importorskip("transformers")
     family, values = CONFIGS[name]
-    theirs = getattr(transformers, f"{family}Config")(**values)
+    theirs = config_class(family)(**values)
     theirs.architectures = [f"{family}{'LMHeadModel' if family == 'GPT2' else 'ForCausalLM'}"]
     theirs.save_pretrained(tmp_path)
     spec = hf_config.model_spec(tmp_path)

@@ -15,6 +15,26 @@ PUBLISHED = {
     "llama3-70b": 70_553_706_496,
     "llama3-405b": 405_853_388_800,
     "llama3.2-1b": 1_235_814_400,
+    "mistral-7b": 7_241_732_096,
+    "qwen2.5-0.5b": 494_032_768,
+    "qwen2.5-1.5b": 1_543_714_304,
+    "qwen2.5-3b": 3_085_938_688,
+    "qwen2.5-7b": 7_615_616_512,
+    "qwen2.5-14b": 14_770_033_664,
+    "qwen2.5-32b": 32_763_876_352,
+    "qwen2.5-72b": 72_706_203_648,
+    "phi3-mini": 3_821_079_552,
+    "phi3-medium": 13_960_238_080,
+    "phi4": 14_659_507_200,
+    "gemma2-2b": 2_614_341_888,
+    "gemma2-9b": 9_241_705_984,
+    "gemma2-27b": 27_227_128_320,
+    "gemma3-270m": 268_098_176,
+    "gemma3-1b": 999_885_952,
+    # Without the part that reads images: 416,866,032 parameters, and a projection of 1,152 values with a norm of them.
+    "gemma3-4b": 4_300_079_472 - 416_866_032 - 1152 * (2560 + 1),
+    "gemma3-12b": 12_187_325_040 - 416_866_032 - 1152 * (3840 + 1),
+    "gemma3-27b": 27_432_406_640 - 416_866_032 - 1152 * (5376 + 1),
     "qwen3-0.6b": 596_049_920,
     "qwen3-1.7b": 1_720_574_976,
     "qwen3-4b": 4_022_468_096,
@@ -27,7 +47,7 @@ PUBLISHED = {
     "deepseek-v3": 671_026_419_200 - 58 * 256,
 }
 ROUGHLY = {"gpt3-175b": 175e9, "mt-nlg-530b": 530e9, "palm-540b": 540.35e9}  # published rounded only
-TINY = {"tiny-dense", "tiny-moe", "tiny-mla"}
+TINY = {"tiny-dense", "tiny-window", "tiny-gemma2", "tiny-gemma3", "tiny-moe", "tiny-mla"}
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

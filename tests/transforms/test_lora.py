@@ -11,7 +11,7 @@ from torch import nn
 
 from phalanx.models.decoder import AXES
 from phalanx.models.init import ADAPTERS, build, fill, reset_buffers
-from phalanx.parallel.sharded_model import dim_names
+from phalanx.spec.cut_plan import dim_names
 from phalanx.spec.run import Lora
 from phalanx.transforms import compile, fp8, lora, recompute
 from phalanx.verification.cases import MODELS

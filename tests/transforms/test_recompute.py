@@ -146,7 +146,7 @@ def test_a_result_changed_in_place_is_noticed() -> None:
 
 
 def test_a_model_without_blocks_is_refused() -> None:
-    with pytest.raises(RunError, match="works block by block, but Linear has no attribute blocks"):
+    with pytest.raises(RunError, match="works block by block, but Linear holds no list of layers"):
         recompute.apply([nn.Linear(2, 2)], "full", 1)
 
 

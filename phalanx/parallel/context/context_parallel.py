@@ -21,8 +21,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from phalanx.kernels.partial_attention import Scoring, wide
 from phalanx.observe.comm_timer import began, wait
-from phalanx.parallel.context.kernels import wide
 from phalanx.parallel.context.online_softmax import KVTransport, MaskPlan, Part, VisitBack, attend
 from phalanx.parallel.group import Group
 from phalanx.parallel.mesh import Environment, Mesh
@@ -37,6 +37,10 @@ class Scope(Protocol):
     @property
     def documents(self) -> Tensor | None:
         """[B, S] over the whole sequence; None: one document per sequence."""
+
+    @property
+    def window(self) -> int | None:
+        """The most keys that a query sees; None: no limit."""
 
 
 def rank_positions(length: int, count: int, index: int, method: str) -> npt.NDArray[np.int64]:
@@ -93,9 +97,17 @@ class SharedAttention:
         self._plans: WeakKeyDictionary[Any, MaskPlan] = WeakKeyDictionary()
         """By a batch's scope: computed once, by the first block, and freed with the scope."""
 
-    def __call__(self, q_BHSE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor, scope: Scope, scale: float | None = None, /) -> Tensor:
+    def __call__(
+        self,
+        q_BHSE: Tensor,
+        k_BKSE: Tensor,
+        v_BKSE: Tensor,
+        scope: Scope,
+        /,
+        *scoring: Any,
+    ) -> Tensor:
         q, k, v = (computed(x) for x in (q_BHSE, k_BKSE, v_BKSE))
-        return attend(q, k, v, self._transport, self._plan(scope, q.shape[2] * self._group.size), scale)
+        return attend(q, k, v, self._transport, self._plan(scope, q.shape[2] * self._group.size), Scoring(*scoring))
 
     def _plan(self, scope: Scope, length: int) -> MaskPlan:
         plan = self._plans.get(scope)
@@ -104,7 +116,7 @@ class SharedAttention:
             assert documents is None or documents.shape[1] == length, "documents cover the whole sequence"
             # The only time that the host waits for the documents: a plan serves all blocks of a model.
             known = None if documents is None else self._environment.document_ids(documents)
-            plan = self._plans[scope] = MaskPlan(length, self._transport.count, documents, known)
+            plan = self._plans[scope] = MaskPlan(length, self._transport.count, documents, known, scope.window)
         return plan
 
 
@@ -198,7 +210,15 @@ def _pieces(x_BKSE: Tensor, order: Sequence[int]) -> Tensor:
 class Ulysses(SharedAttention):
     """Each rank attends over the whole sequence with its share of the heads: one all-to-all before attention, one after it."""
 
-    def __call__(self, q_BHSE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor, scope: Scope, scale: float | None = None, /) -> Tensor:
+    def __call__(
+        self,
+        q_BHSE: Tensor,
+        k_BKSE: Tensor,
+        v_BKSE: Tensor,
+        scope: Scope,
+        /,
+        *scoring: Any,
+    ) -> Tensor:
         q, k, v = (computed(x) for x in (q_BHSE, k_BKSE, v_BKSE))
         count = self._group.size
         assert q.shape[1] % count == 0, f"{count} ranks cannot share {q.shape[1]} heads evenly"
@@ -208,8 +228,11 @@ class Ulysses(SharedAttention):
             k, v = k.repeat_interleave(again, 1), v.repeat_interleave(again, 1)
         q, k, v = self._to_heads(q, k, v)
         plan = self._plan(scope, q.shape[2])
-        whole = plan.documents is None
-        return self._to_positions(_causal(q, k, v, scale) if whole else attend(q, k, v, self._transport, plan, scale))
+        scale, cap, sinks_H = Scoring(*scoring)
+        if plan.is_plain and cap is None and sinks_H is None:
+            return self._to_positions(_causal(q, k, v, scale))
+        own_H = None if sinks_H is None else sinks_H.chunk(count)[self._group.index]
+        return self._to_positions(attend(q, k, v, self._transport, plan, Scoring(scale, cap, own_H)))
 
     def _to_heads(self, *tensors: Tensor) -> list[Tensor]:
         """[B, H, S/c, E] of each to [B, H/c, S, E], in one message to each rank."""

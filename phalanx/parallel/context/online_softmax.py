@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from phalanx.parallel.context.kernels import Mask, backward, forward, wide
+from phalanx.kernels.partial_attention import Mask, Scoring, backward, forward, wide
+from phalanx.kernels.sink_attention import sink_gradient, with_sinks
 
 _BLOCK = 512  # positions that are classified together when documents decide which keys are visible
 _WIDEST = 16  # blocks of keys that one mask may cover: limits its memory for any sequence length
@@ -31,20 +32,31 @@ class Tile(NamedTuple):
     causal: bool
     """The last keys have the same positions as the queries, so a query sees those up to its own. All other keys come before."""
     masked: bool
-    """Whether documents limit visibility too."""
+    """Whether documents or a window limit visibility too."""
 
 
 class MaskPlan:
     """One batch of sequences of `length` positions, cut into `pieces` of equal length."""
 
-    def __init__(self, length: int, pieces: int, documents: Tensor | None, known: npt.NDArray[np.int64] | None = None):
+    def __init__(
+        self,
+        length: int,
+        pieces: int,
+        documents: Tensor | None,
+        known: npt.NDArray[np.int64] | None = None,
+        window: int | None = None,
+    ):
         """`documents`: [B, length] in natural order; None where every sequence is one document. `known`: `documents` on the host; None:
-        a boundary may be anywhere, so every tile needs a mask."""
+        a boundary may be anywhere, so every tile needs a mask. `window`: the most keys that a query sees; None: no limit."""
         self.length, self.pieces, self.documents = length, pieces, documents
+        self.window = None if window is None or window >= length else window
         self._piece = length // pieces
-        firsts = [first for first, _ in self._blocks(range(pieces))]
+        blocks = self._blocks(range(pieces))
+        firsts = [first for first, _ in blocks]
         alike = np.full((len(firsts), len(firsts)), _FULL if documents is None else _MIXED, dtype=np.int8)
         self._classes = alike if known is None else _classify(known, firsts)
+        if self.window is not None:
+            self._classes = np.minimum(self._classes, _classify_window(blocks, self.window))
         self._tiles: dict[tuple[tuple[int, ...], tuple[int, ...]], list[Tile]] = {}
         self._tables: dict[tuple[int, ...], Tensor] = {}
 
@@ -54,6 +66,11 @@ class MaskPlan:
         if wanted not in self._tiles:
             self._tiles[wanted] = self._plain(*wanted) if self._undivided(*wanted) else self._divided(*wanted)
         return self._tiles[wanted]
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether only the order of positions decides what a query sees."""
+        return self.documents is None and self.window is None
 
     def table(self, pieces: Sequence[int]) -> Tensor | None:
         """Documents of these pieces, [B, positions]."""
@@ -65,19 +82,37 @@ class MaskPlan:
             self._tables[wanted] = torch.cat([every[piece] for piece in wanted], dim=1)
         return self._tables[wanted]
 
-    def products(self, own: Sequence[int], scale: float, pieces: Sequence[int]) -> Iterator[tuple[slice, slice, Mask]]:
-        """`Products` of the queries of a rank's own pieces."""
-        documents_BS, documents_BT = self.table(own), self.table(pieces)
+    def products(
+        self, own: Sequence[int], scoring: tuple[float, float | None], device: torch.device, pieces: Sequence[int]
+    ) -> Iterator[tuple[slice, slice, Mask]]:
+        """`Products` of the queries of a rank's own pieces; `scoring`: factor and soft cap of the scores."""
         for tile in self.tiles(own, pieces):
-            queries, keys, visible_B1ST = slice(*tile.queries), slice(*tile.keys), None
-            if tile.masked and documents_BS is not None and documents_BT is not None:
-                visible_B1ST = documents_BS[:, None, queries, None] == documents_BT[:, None, None, keys]
-                if tile.causal:
-                    visible_B1ST[..., -visible_B1ST.shape[2] :].tril_()
-            yield queries, keys, Mask(visible_B1ST, tile.causal and not tile.masked, scale)
+            visible_B1ST = self._visible(tile, own, pieces, device) if tile.masked else None
+            yield slice(*tile.queries), slice(*tile.keys), Mask(visible_B1ST, tile.causal and not tile.masked, *scoring)
+
+    def _visible(self, tile: Tile, own: Sequence[int], pieces: Sequence[int], device: torch.device) -> Tensor:
+        """[B or 1, 1, S, T], true where a query of the tile sees a key of it."""
+        queries, keys = slice(*tile.queries), slice(*tile.keys)
+        documents_BS, documents_BT = self.table(own), self.table(pieces)
+        if documents_BS is None or documents_BT is None:
+            shape = (1, 1, queries.stop - queries.start, keys.stop - keys.start)
+            visible_B1ST = torch.ones(shape, dtype=torch.bool, device=device)
+        else:
+            visible_B1ST = documents_BS[:, None, queries, None] == documents_BT[:, None, None, keys]
+        if self.window is not None:
+            distance_ST = self._positions(own, device)[queries, None] - self._positions(pieces, device)[keys]
+            visible_B1ST &= distance_ST < self.window
+        if tile.causal:
+            visible_B1ST[..., -visible_B1ST.shape[2] :].tril_()
+        return visible_B1ST
+
+    def _positions(self, pieces: Sequence[int], device: torch.device) -> Tensor:
+        """Positions of these pieces in the sequence."""
+        within = torch.arange(self._piece, device=device)
+        return torch.cat([within + piece * self._piece for piece in pieces])
 
     def _plain(self, queries: tuple[int, ...], keys: tuple[int, ...]) -> list[Tile]:
-        """Tiles of pieces without a document boundary."""
+        """Tiles of pieces without a document boundary or the end of a window."""
         size = self._piece
         if queries == keys:
             return [Tile((0, len(queries) * size), (0, len(keys) * size), causal=True, masked=False)]
@@ -99,7 +134,7 @@ class MaskPlan:
         return bool((self._classes[np.ix_(rows, columns)][seen] == _FULL).all())
 
     def _divided(self, queries: tuple[int, ...], keys: tuple[int, ...]) -> list[Tile]:
-        """Tiles block by block: adjacent keys of one class together, and none where queries and keys share no document."""
+        """Tiles block by block: adjacent keys of one class together, and none where queries and keys share no document or window."""
         # Places are those in a tensor that holds these pieces concatenated.
         columns = list(zip(self._numbers(keys), self._blocks(range(len(keys))), strict=True))
         tiles: list[Tile] = []
@@ -145,6 +180,13 @@ def _classify(documents: npt.NDArray[np.int64], firsts: list[int]) -> npt.NDArra
     return np.where(full.all(0), _FULL, np.where(empty.all(0), _EMPTY, _MIXED)).astype(np.int8)
 
 
+def _classify_window(blocks: list[tuple[int, int]], window: int) -> npt.NDArray[np.int8]:
+    """For each block of queries (row) and of keys (column): every query sees every key, none sees any, or anything else; causality aside."""
+    first, end = np.array(blocks).T
+    nearest, farthest = first[:, None] - (end - 1), (end - 1)[:, None] - first
+    return np.where(farthest < window, _FULL, np.where(nearest >= window, _EMPTY, _MIXED)).astype(np.int8)
+
+
 Part = tuple[Sequence[int], Tensor, Tensor]
 """The numbers of the pieces that arrived, and their keys and values."""
 
@@ -176,19 +218,20 @@ class KVTransport:
         return dk, dv
 
 
-def attend(
-    q_BHSE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor, transport: KVTransport, plan: MaskPlan, scale: float | None
-) -> Tensor:
-    """Differentiable in the first three; `scale`: of the scores, by default 1 / sqrt(width)."""
+def attend(q_BHSE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor, transport: KVTransport, plan: MaskPlan, scoring: Scoring) -> Tensor:
+    """Differentiable in the first three, and in the sinks."""
+    scale, cap, sinks_H = scoring
     scale = q_BHSE.shape[-1] ** -0.5 if scale is None else scale
-    return _Attend.apply(q_BHSE, k_BKSE, v_BKSE, transport, partial(plan.products, transport.pieces, scale))
+    products = partial(plan.products, transport.pieces, (scale, cap), q_BHSE.device)
+    return _Attend.apply(q_BHSE, k_BKSE, v_BKSE, sinks_H, (transport, products))
 
 
 class _Attend(torch.autograd.Function):
     """Saves its inputs, its result and one number per query; the backward brings the other ranks' keys and values again."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, transport: KVTransport, products: Products) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, how: tuple[KVTransport, Products]) -> Tensor:
+        transport, products = how
         out = torch.zeros(*q.shape[:3], v.shape[-1], dtype=wide(q.dtype), device=q.device)
         lse = torch.full(q.shape[:3], -math.inf, dtype=wide(q.dtype), device=q.device)
         with torch.autocast(q.device.type, enabled=False):
@@ -196,15 +239,18 @@ class _Attend(torch.autograd.Function):
                 for rows, keys, mask in products(pieces):
                     more = forward(q[:, :, rows], k_part[:, :, keys], v_part[:, :, keys], mask)
                     _add(out[:, :, rows], lse[:, :, rows], *more)
+            if sinks is not None:  # one more part, of no value
+                lse, factor = with_sinks(lse, sinks)
+                out *= factor[..., None]
         result = out.to(q.dtype)
         ctx.transport, ctx.products = transport, products
-        ctx.save_for_backward(q, k, v, result, lse)
+        ctx.save_for_backward(q, k, v, sinks, result, lse)
         return result
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
-        q, k, v, out, lse = ctx.saved_tensors
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, sinks, out, lse = ctx.saved_tensors
         dq = torch.zeros(q.shape, dtype=wide(q.dtype), device=q.device)
 
         def visit(part: Part, dk: Tensor, dv: Tensor) -> None:
@@ -217,7 +263,8 @@ class _Attend(torch.autograd.Function):
 
         with torch.autocast(q.device.type, enabled=False):
             dk, dv = ctx.transport.backward(k, v, visit)
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None
+            dsinks = None if sinks is None else sink_gradient(gradient, out, lse, sinks)
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks, None
 
 
 def _add(out: Tensor, lse: Tensor, more: Tensor, its_lse: Tensor) -> None:

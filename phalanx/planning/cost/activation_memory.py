@@ -107,7 +107,7 @@ def _block_bytes(jobs: JobTable) -> tuple[_BlockBytes, _BlockBytes]:
     # CPUs compute a root mean square in several steps, and keep the normalized input too.
     norm = 4.0 * jobs.dim * (1 + jobs.on_cpu * (1 - jobs.layer_norm)) + (4 + 4 * jobs.layer_norm)
     attention = _attention(jobs)
-    before = 2 * norm * residual_tokens(jobs) + attention.kept
+    before = jobs.norms * norm * residual_tokens(jobs) + attention.kept
     inner = size * jobs.ffn / tensor * tokens
     ffn = _read(jobs, matrices) + (2 + 2 * jobs.gated) * inner
     # The last product of a block is only added to the residual stream: selective recomputation does not store it.
@@ -149,7 +149,7 @@ def _attention(jobs: JobTable) -> _BlockBytes:
     score, value = jobs.score_width / tensor, jobs.value_width / tensor
     out = value * np.where(jobs.context > 1, 2, 1)  # parts that are put together lie in another order
     heads, table = 4 * jobs.heads / tensor, _table(jobs)
-    scores = np.where(jobs.scores == 2, table, 0.0)  # products too, where no kernel is fused
+    scores = np.where(jobs.scores > 1, table, 0.0)  # products too, where no kernel is fused
     if np.any(latent > 0):
         expanded = (jobs.kv_width - jobs.heads * jobs.rotated) / tensor
         inner = size * (2 * score + expanded + out) + heads + table
@@ -174,6 +174,8 @@ def _table(jobs: JobTable) -> Column:
     size = jobs.compute_bytes
     whole = size * (jobs.heads / jobs.tensor * jobs.sequence + 2 * jobs.score_width / jobs.tensor)
     kept = np.where(jobs.scores == 2, whole, np.where(jobs.scores == 1, size * jobs.sequence, 0.0))
+    # In 16 bits: the capped scores, their softmax in fp32 and its copy. In fp32: the first two.
+    kept = np.where(jobs.scores == 3, 8.0 * jobs.heads / jobs.tensor * jobs.sequence, kept)
     return np.where(jobs.context > 1, 0.0, kept)
 
 
@@ -232,6 +234,9 @@ def head_activations(jobs: JobTable) -> HeadActivations:
     each = np.where(divided, np.where(on_cpu, np.where(low, 10, 8), 2 * size), 12) * columns
     in_chunk = np.where(on_cpu, each, size * columns)  # a GPU's kernel writes the gradient in place of the logits
     logits = np.where(divided, size, 4) * columns
+    if np.any(jobs.capped_logits):  # the hyperbolic tangents, which the backward reads
+        capped = jobs.capped_logits * size * columns
+        each, in_chunk, logits = each + capped, in_chunk + capped, logits + capped
     trained = np.where(jobs.adapters > 0, 0.0, jobs.dim * columns)  # the head's weight, unless it is frozen below LoRA adapters
     gradients = size * jobs.dim * tokens + size * trained  # both gradients, next to the loss
     chunked = np.minimum(chunk, tokens) * in_chunk + gradients + size * jobs.dim * tokens + 4 * trained

@@ -320,7 +320,7 @@ def rank_sizes(jobs: JobTable, sizes: PartSizes, share: PipelineShare) -> RankSi
     tables = sizes.table * count + first * jobs.learned_positions * dim + ahead * 2 * dim * dim
     return RankSizes(
         dense=blocks * sizes.attention + (blocks - sparse) * sizes.ffn + sparse * sizes.shared + tables,
-        fp32=(2 * blocks + last) * sizes.norm + sparse * sizes.router,
+        fp32=(jobs.norms * blocks + last) * sizes.norm + sparse * sizes.router,
         experts=sparse * sizes.routed,
         tables=tables,
     )
@@ -464,4 +464,4 @@ def _head_in_blocks(jobs: JobTable) -> Column:
     dense = (2 + jobs.gated) * jobs.dim * jobs.ffn
     experts = 3 * jobs.dim * (jobs.active * jobs.expert_ffn + jobs.shared_ffn) + jobs.dim * jobs.experts
     matrices = jobs.attention_weights + np.where(sparse, experts, dense)
-    return jobs.vocab * jobs.dim / (matrices + (jobs.score_width + jobs.value_width) * jobs.sequence)
+    return jobs.vocab * jobs.dim / (matrices + (jobs.score_width + jobs.value_width) * jobs.sequence * jobs.attended)

@@ -50,13 +50,17 @@ class JobTable:
     ffn: Column
     """Width of a dense block's feed-forward layer."""
     gated: Column
-    """1: three matrices (SwiGLU), 0: two."""
+    """1: three matrices (SwiGLU, GeGLU), 0: two."""
     vocab: Column
     tied: Column
     learned_positions: Column = 0
     """Rows of the position embedding; 0: rotary positions."""
     layer_norm: Column = 0
     """1: norms have a bias."""
+    capped_logits: Column = 0
+    """1: logits have a soft cap."""
+    norms: Column = 2
+    """Norms of the residual stream in a block."""
     sparse_layers: Column = 0
     """Blocks with experts; they come last."""
     experts: Column = 0
@@ -74,6 +78,8 @@ class JobTable:
     """Of those, the width for keys and values."""
     rotated: Column = 0
     """Width of the part of a head that rotary positions rotate."""
+    attended: Column = 1.0
+    """Of the sequence, what attention counts for in the mean of all blocks; below 1 where blocks have a window."""
     qk_norm: Column = 0
     """1: queries and keys are normalized."""
     adapters: Column = 0
@@ -148,7 +154,8 @@ class JobTable:
     gathered: Column = 0
     """Bytes of a sharded parameter value between ranks; 0: as many as of an activation value."""
     scores: Column = 0
-    """What attention keeps of the scores: 0 nothing, 1 a mask between documents, 2 the whole table (no fused kernel)."""
+    """What attention keeps of the scores: 0 nothing, 1 a mask between documents, 2 the whole table (no fused kernel), 3 the tables of soft-capped
+    scores."""
     on_cpu: Column = 0
     """1: devices are CPU cores, whose kernels keep more."""
     traced_flops: Column = 0
@@ -268,7 +275,9 @@ def model_columns(model: ModelSpec, tensor: int = 1, compute_bytes: int = 2) -> 
         "heads": model.heads,
         "kv_heads": model.heads if mla else model.kv,
         "ffn": model.hidden,
-        "gated": int(model.activation == "swiglu"),
+        "gated": int(model.gated),
+        "norms": model.norms,
+        "capped_logits": int(model.logit_cap is not None),
         "vocab": model.rows,
         "tied": int(model.tied),
         "learned_positions": model.context if model.positions == "learned" else 0,

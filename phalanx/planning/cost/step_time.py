@@ -325,7 +325,8 @@ def block_time(jobs: JobTable, rates: Rates) -> BlockTime:
         matrices = matrices + more
         moved = moved + traffic
     reached = rates.attention * np.minimum(jobs.score_width / jobs.heads / 128, 1.0) ** rates.narrow
-    forward = tokens / tensor * (jobs.sequence * (jobs.score_width + jobs.value_width) / (jobs.peak16 * reached))
+    seen = jobs.sequence * jobs.attended
+    forward = tokens / tensor * (seen * (jobs.score_width + jobs.value_width) / (jobs.peak16 * reached))
     unfused = rates.scores * (jobs.scores > 1) * jobs.heads * jobs.sequence / (jobs.bandwidth * rates.memory)
     # In ring attention each further part of the sequence adds its values to the running result, in fp32.
     ring = jobs.method == METHODS.index("ring")

@@ -105,8 +105,11 @@ def _variants(space: Space, best: Candidate) -> list[_Variant]:
         toggled = replace(layout, sequence=not layout.sequence)
         variants.append(_Variant("no sequence parallelism" if layout.sequence else "sequence parallelism", toggled, micro))
     variants += _expected(space, layout, micro)
-    if space.run.model.module is not None:  # how other degrees cut a custom module is known once they are tried
-        variants = [variant for variant in variants if variant.layout.tensor == layout.tensor and not variant.layout.sequence]
+    if not space.run.model.is_builtin:  # how other degrees cut a custom module is known once they are tried
+        same = ("tensor", "sequence", "pipeline", "context", "expert", "expert_tensor")
+        variants = [
+            variant for variant in variants if all(getattr(variant.layout, key) == getattr(layout, key) for key in same)
+        ]
     return list(dict.fromkeys(variants))[:24]
 
 
@@ -272,7 +275,7 @@ def other_formats(run: Run, hardware: Hardware, best: Candidate) -> tuple[Altern
     """On GPUs, for runs in bf16 or fp8: the same layout and micro-batch in other number formats and with compiled blocks,
     fastest first. A search keeps the run file's own, or the defaults, as both change the arithmetic."""
     mine = compute_of(run, hardware), best.compiled
-    if hardware.device != "cuda" or mine[0] not in _FORMATS or run.model.module is not None:
+    if hardware.device != "cuda" or mine[0] not in _FORMATS or not run.model.is_builtin:
         return ()
     judged: list[Candidate] = []
     for compute, compiled in product(_FORMATS, (False, True)):

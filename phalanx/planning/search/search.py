@@ -132,7 +132,7 @@ def assumptions_of(run: Run, hardware: Hardware) -> tuple[str, ...]:
             f"{hardware.gpu.name} has no instructions for {compute_of(run, hardware)}, which takes about {slower:.0f} times as long there "
             'as fp32: set precision.compute = "fp32".'
         )
-    if hardware.device != "cpu" and run.model.module is None:
+    if hardware.device != "cpu" and run.model.is_builtin:
         sentences.append(_ATTENTION[kept_scores(run, hardware)])
     if run.model.moe is not None:
         sentences.append("Every expert gets the same number of tokens.")

@@ -110,6 +110,7 @@ class Space:
             **model_columns(model, run.layout.tensor, 4 if self.compute == "fp32" else 2),
             **machine_columns(self.hardware, self.compute, _fp8_share(run)),
             "sequence": run.train.sequence_length,
+            "attended": model.attended(run.train.sequence_length) / run.train.sequence_length,
             "batch": run.batch,
             "ranks": self.gpus,
             "activations_on_host": int(memory.activations == "cpu"),
@@ -147,7 +148,7 @@ class Space:
         """Compilation and the loss chunk on GPUs, where the run leaves them open. Compiled blocks keep the gathered inputs of tensor parallelism,
         and cannot split their backward. A custom module computes its own logits."""
         run, memory = self.run, self.run.memory
-        if self.hardware.device != "cuda" or run.model.module is not None:
+        if self.hardware.device != "cuda" or not run.model.is_builtin:
             return {}
         open_: dict[str, Any] = {}
         degrees = np.asarray(tensor, np.int64)
@@ -168,7 +169,7 @@ class Space:
         model = self.run.model
         modes = [level for level in _LEVELS if not (whole and level[0] == SELECTIVE)]
         if (
-            model.module is not None
+            not model.is_builtin
         ):  # what selective recomputation stores of it is unknown, and without blocks nothing is recomputed
             has_blocks = model.measured is not None and model.measured.recomputed_activations is not None
             modes = [level for level in modes if level[0] == _NONE or (level[0] == _FULL and has_blocks)]
@@ -206,7 +207,7 @@ class Space:
     def _experts(self, ranks: int) -> Columns:
         model, moe = self.run.model, self.run.model.moe
         pairs = [(1, 1)]
-        shared = moe is not None and model.module is None and model.dense_layers < model.layers
+        shared = moe is not None and model.is_builtin and model.dense_layers < model.layers
         if moe is not None and shared and self.run.optimizer.sync_every == 1:
             pairs = [
                 (expert, slices)
@@ -243,7 +244,7 @@ class Space:
 
     def _tensor_legal(self, tensor: int) -> bool:
         model = self.run.model
-        if model.module is not None:  # only what the run file says was tried
+        if not model.is_builtin:  # only what the run file says was tried
             return tensor == self.run.layout.tensor and self.gpus % tensor == 0
         if tensor == 1:
             return True
@@ -257,7 +258,7 @@ class Space:
         model, length = self.run.model, self.run.train.sequence_length
         if context == 1:
             return [METHODS.index(self.run.layout.context_method)]
-        if model.whole_sequences is not None or model.module is not None:
+        if model.whole_sequences is not None or not model.is_builtin:
             return []
         legal = [method for method in METHODS if length % (context * (1 if method == "ulysses" else 2)) == 0]
         if (model.heads // tensor) % context:
@@ -266,9 +267,11 @@ class Space:
 
     def _sequence(self, tensor: int, context: int) -> list[int]:
         model, given = self.run.model, self.run.layout.sequence
-        if tensor == 1 or model.module is not None:
+        if tensor == 1:
             return [] if given else [0]
         even = self.run.train.sequence_length % (tensor * context) == 0
+        if not model.is_builtin:  # only what the run file says was tried
+            return [int(given)] if even or not given else []
         whole = even or model.moe is None
         return [int(on) for on in (False, True) if self._may("sequence", on) and (even if on else whole)]
 
@@ -276,7 +279,7 @@ class Space:
         model, given = self.run.model, self.run.layout
         if pipeline == 1:
             return given.schedule == _DEFAULT.schedule and given.stages is None and given.schedule_file is None
-        return pipeline <= model.layers and not model.mtp_depth and model.module is None
+        return pipeline <= model.layers and not model.mtp_depth and model.is_builtin
 
     def _free(self, name: str, values: Iterable[int]) -> list[int]:
         """The given value of a layout key, or all of these values."""
@@ -363,11 +366,14 @@ def layout_of(run: Run, jobs: JobTable, row: int) -> Layout:
 
 def kept_scores(run: Run, hardware: Hardware) -> int:
     """What attention keeps of the scores, by the kernel that is selected. In 16 bits, NVIDIA's GPUs since Ampere need no mask between
-    documents. Hopper and later have a fused kernel for masks and grouped heads alike; older GPUs have one for either, and none for both at
-    once or for grouped heads in fp32."""
+    documents or for a window. Hopper and later have a fused kernel for masks and grouped heads alike; older GPUs have one for either, and none for
+    both at once or for grouped heads in fp32. No kernel caps scores."""
+    if run.model.attention_cap is not None:
+        return 3
     model, half = run.model, compute_of(run, hardware) != "fp32"
     without = half and hardware.device == "cuda" and not hardware.gpu.key.startswith(_MASKED)
-    masked = run.data.document_mask and not without
+    limited = model.window is not None and model.window < run.train.sequence_length
+    masked = (run.data.document_mask and not without) or (limited and not (without and run.data.document_mask))
     grouped = model.mla is None and model.kv != model.heads
     fused = hardware.device != "cuda" or (half and hardware.gpu.key.startswith(_HOPPER))
     if not fused and grouped and (masked or not half or hardware.family.startswith("v100")):

@@ -21,6 +21,7 @@ from phalanx.events.fault_log import DISK, FaultClaims, fault_record
 from phalanx.events.records import FaultInjected
 from phalanx.faults.grammar import Fault, Point, is_node_fault
 from phalanx.training.hooks import StepContext, StepHook
+from phalanx.transforms.blocks import block_list
 
 _IRREGULAR_POINTS = ("save", "evaluate")
 """Points that not every step has: a fault is injected at the first such point from its step on."""
@@ -168,7 +169,7 @@ def _inject(fault: Fault) -> None:
 def _find_module(parts: Sequence[nn.Module], layer: str | None) -> nn.Module | None:
     """The module of this name in any part; without a name the first block, or the whole model if it has no blocks."""
     if layer is None:
-        blocks = (block for part in parts for block in getattr(part, "blocks", nn.ModuleList()).children())
+        blocks = (block for part in parts for block in block_list(part)[1].values())
         return next(blocks, parts[0] if parts else None)
     return next((module for part in parts for name, module in part.named_modules() if name == layer), None)
 

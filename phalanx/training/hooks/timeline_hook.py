@@ -77,6 +77,7 @@ class TimelineHook(StepHook):
         else:
             self.timeline.add(self._host, host, "phase", self._phase)
         self._phase, self._host, self._device = phase, host, device
+        self.timeline.part_end = device
 
     def on_phase(self, phase: Phase) -> None:
         self.enter(phase)
@@ -128,14 +129,16 @@ class _PartObserver(StepObserver):
     def run(self, part: StepPart, function: Callable[..., T], *args: Any, micro_batch: int | None = None) -> T:
         before, phase = self._hook.phase, "compute" if part in _IN_COMPUTE else part
         if phase == before:
-            return self._hook.timeline.run(part if micro_batch is None else f"{part} {micro_batch}", function, *args)
+            timeline, name = self._hook.timeline, part if micro_batch is None else f"{part} {micro_batch}"
+            return timeline.run(name, function, *args, after=timeline.part_end)
         if phase not in _ON_DEVICE:
             return function(*args)
         self._hook.enter(phase)
         try:
             if micro_batch is None:  # the phase is the part
                 return function(*args)
-            return self._hook.timeline.run(f"{part} {micro_batch}", function, *args)
+            timeline = self._hook.timeline
+            return timeline.run(f"{part} {micro_batch}", function, *args, after=timeline.part_end)
         finally:
             self._hook.enter("other")
 

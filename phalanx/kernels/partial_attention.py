@@ -1,5 +1,5 @@
 """Attention kernels that also return the log-sum-exp of the scores, so that partial results can be combined, and their backwards.
-`parallel/context/online_softmax` calls them. The fused kernels are torch's own, called by name because no public function returns
+`parallel/context/online_softmax` and `kernels/sink_attention` call them. The fused kernels are torch's own, called by name because no public function returns
 their log-sum-exp.
 
 Shapes: q [B, H, S, E], k [B, K, T, E], v [B, K, T, V], out [B, H, S, V], lse [B, H, S]; K divides H.
@@ -29,6 +29,19 @@ class Mask(NamedTuple):
     """Where there is no mask: query i sees keys 0 … i."""
     scale: float
     """Factor of the scores."""
+    cap: float | None = None
+    """Soft cap of the scores; None: none."""
+
+
+class Scoring(NamedTuple):
+    """What attention does with its scores."""
+
+    scale: float | None = None
+    """Their factor; None: 1 / sqrt(width)."""
+    cap: float | None = None
+    """Their soft cap; None: none."""
+    sinks_H: Tensor | None = None
+    """A score of each head that no key has; None: none."""
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -61,6 +74,8 @@ def backward(
 
 
 def _choose(q: Tensor, v: Tensor, mask: Mask) -> str:
+    if mask.cap is not None:
+        return "plain"
     device, half = q.device.type, q.dtype in (torch.float16, torch.bfloat16)
     if device == "cpu" and (half or q.dtype in (torch.float32, torch.float64)):
         return "cpu"
@@ -73,7 +88,7 @@ def _choose(q: Tensor, v: Tensor, mask: Mask) -> str:
 
 
 def _fused(kernel: str, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
-    visible, causal, scale = mask
+    visible, causal, scale, _ = mask
     width, length = v.shape[-1], q.shape[2]
     if kernel == "efficient":
         k, v = (_repeat(x, q.shape[1]) for x in (k, v))
@@ -92,7 +107,7 @@ def _fused(kernel: str, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> tuple[Te
 def _fused_backward(
     kernel: str, gradient: Tensor, inputs: tuple[Tensor, Tensor, Tensor], result: tuple[Tensor, Tensor], mask: Mask
 ) -> tuple[Tensor, Tensor, Tensor]:
-    (q, k, v), (out, lse), (visible, causal, scale) = inputs, result, mask
+    (q, k, v), (out, lse), (visible, causal, scale, _) = inputs, result, mask
     widths, heads = (q.shape[-1], k.shape[-1], v.shape[-1]), k.shape[1]
     if kernel == "efficient":
         k, v = (_repeat(x, q.shape[1]) for x in (k, v))
@@ -157,6 +172,8 @@ def _rows(q: Tensor, k: Tensor) -> list[slice]:
 
 def _scores(q: Tensor, k: Tensor, rows: slice, mask: Mask) -> Tensor:
     scores = q[:, :, rows] @ k.mT
+    if mask.cap is not None:
+        scores = mask.cap * torch.tanh(scores / mask.cap)
     if mask.visible is not None:
         return scores.masked_fill_(~mask.visible[:, :, rows], -math.inf)
     if mask.causal:
@@ -187,10 +204,15 @@ def _plain_backward(
     q = q * mask.scale
     dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
     for rows in _rows(q, k):
-        weights = _scores(q, k, rows, mask).sub_(lse[:, :, rows, None]).exp_()
+        scores = _scores(q, k, rows, mask)
+        # The derivative of a soft cap; of scores that nobody sees, 0.
+        slope = None if mask.cap is None else 1 - (scores.clamp(min=-mask.cap) / mask.cap).square_()
+        weights = scores.sub_(lse[:, :, rows, None]).exp_()
         dout = gradient[:, :, rows]
         dv += weights.mT @ dout
         weights *= dout @ v.mT - (dout * out[:, :, rows]).sum(-1, keepdim=True)
+        if slope is not None:
+            weights *= slope
         dq[:, :, rows] = weights @ k * mask.scale
         dk += weights.mT @ q[:, :, rows]
     return dq, _unrepeat(dk, heads), _unrepeat(dv, heads)
