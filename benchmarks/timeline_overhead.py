@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import os
 import random
-import subprocess
 import sys
 import tempfile
 import time
@@ -77,7 +76,8 @@ def main() -> None:
     args = parser.parse_args()
     if "LOCAL_RANK" not in os.environ and args.ranks > 1:
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={args.ranks}"]
-        sys.exit(subprocess.run([*torchrun, *sys.argv], env=dict(os.environ, OMP_NUM_THREADS="1")).returncode)
+        # In place of this process, so that a signal to it ends the ranks too.
+        os.execve(sys.executable, [*torchrun, *sys.argv], dict(os.environ, OMP_NUM_THREADS="1"))
     settings = [word for word in args.run if "=" in word]
     with tempfile.TemporaryDirectory() as name:
         path = next((Path(word) for word in args.run if "=" not in word), None)

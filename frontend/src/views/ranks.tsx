@@ -59,7 +59,7 @@ export function RanksView({ data, route }: { data: Ranks; route: Route }) {
         {!data.known && <span class="muted" role="status">records of ranks are still being read</span>}
       </p>
       <Picture data={data} metric={metric} chosen={chosen} choose={choose} />
-      {data.stragglers.length > 0 && <section class="card"><h2>stragglers</h2><ul class="plain">{data.stragglers.slice(-8).reverse().map(note => <li key={`${note.time}${note.rank}`}><a href={link(route.run, "ranks", { rank: note.rank })}>rank {note.rank}</a> {note.text}</li>)}</ul></section>}
+      {data.stragglers.length > 0 && <section class="card"><h2>stragglers</h2><ul class="plain">{data.stragglers.slice(-8).reverse().map(note => <li key={`${note.time}${note.rank}`}><a href={link(route.run, "ranks", { rank: note.rank })}>{note.text}</a></li>)}</ul></section>}
       <div class="charts">
         {chosen !== null && Number.isInteger(chosen) && chosen >= 0 && chosen < data.ranks ? <div class="wide"><StoryCard run={route.run!} rank={chosen} route={route} /></div> : <section class="card"><h2>a rank</h2><p class="muted">Click a rank, or move with the arrow keys in the picture, for its story.</p></section>}
         <section class="card"><h2>most {metric.name}</h2>
