@@ -93,7 +93,8 @@ function scatter(id, picture) {
   const rank = point => point.candidate === chosen ? 2 : point.candidate === 0 ? 1 : 0;  // drawing order
   for (const point of [...points].sort((a, b) => rank(a) - rank(b))) {
     const candidate = plan.candidates[point.candidate], own = point.candidate === chosen, won = point.candidate === 0;
-    const paint = { fill: candidate.fits ? won ? "var(--best)" : own ? "var(--ink)" : "var(--muted)" : "var(--paper)", stroke: candidate.fits ? "var(--paper)" : "var(--limit)", "stroke-width": candidate.fits ? 1 : 2 };
+    const hollow = point.precision && !own;
+    const paint = { fill: candidate.fits && !hollow ? won ? "var(--best)" : own ? "var(--ink)" : "var(--muted)" : "var(--paper)", stroke: !candidate.fits ? "var(--limit)" : hollow ? "var(--muted)" : "var(--paper)", "stroke-width": candidate.fits && !hollow ? 1 : 2 };
     const dot = element("svg:circle", { cx: x(point.x), cy: y(point.y), r: won ? 8 : own ? 7 : 5, class: "pick", ...paint }, svg);
     hint(dot, `${point.text}\n${candidate.role}${candidate.fits ? "" : ", does not fit"}`);
     chooseOnClick(dot, point.candidate);
@@ -104,6 +105,7 @@ function scatter(id, picture) {
     element("svg:text", { ...side, class: "label" }, svg, point.label);
   }
   const entries = [[plan.candidates[0].role, "background:var(--best);border-radius:50%"], ["others", "background:var(--muted);border-radius:50%"]];
+  for (const precision of new Set(points.map(point => point.precision).filter(text => text))) entries.push([`others${precision}`, "border:2px solid var(--muted);border-radius:50%"]);
   if (points.some(point => !plan.candidates[point.candidate].fits)) entries.push(["does not fit", "border:2px solid var(--limit);border-radius:50%"]);
   if (line.length > 1) entries.push([picture.line, "height:2px;width:1.4em;background:var(--ink);vertical-align:middle"]);
   if (near) entries.push([`the device has ${plan.capacity_text}`, "height:0;width:1.4em;border-top:2px dashed var(--limit);vertical-align:middle"]);

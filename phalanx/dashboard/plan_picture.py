@@ -185,6 +185,11 @@ def _labels(candidates: Sequence[Candidate]) -> list[str]:
     ]
 
 
+def _coarser(candidate: Candidate, best: Candidate) -> str:
+    """What to say of a candidate that computes in other numbers than the winner: it may be faster, and is no layout of the same run."""
+    return "" if candidate.compute == best.compute else f", in {candidate.compute}"
+
+
 def memory_chart(report: PlanReport, candidates: Sequence[Candidate]) -> dict[str, Any]:
     """The candidates by memory and time, and those on the trade-off's line. plan.js reads it; so do `cost_chart` and its points."""
     best, curve = report.best, {run_file_tables(candidate) for candidate in report.curve}
@@ -193,9 +198,10 @@ def memory_chart(report: PlanReport, candidates: Sequence[Candidate]) -> dict[st
         {
             "x": candidate.bytes / byte_unit,
             "y": candidate.seconds / time_unit,
-            "text": f"{candidate.name}\n{size(candidate.bytes)}, {short_duration(candidate.seconds)} "
+            "text": f"{candidate.name}{_coarser(candidate, best)}\n{size(candidate.bytes)}, {short_duration(candidate.seconds)} "
             f"({interval((candidate.low, candidate.high), short_duration)})",
             "candidate": index,
+            "precision": _coarser(candidate, best),
             "line": run_file_tables(candidate) in curve,
             "label": "",
         }
@@ -214,8 +220,9 @@ def cost_chart(report: PlanReport, candidates: Sequence[Candidate]) -> dict[str,
     points = []
     for index, candidate in enumerate(candidates):
         cost, ranks, is_size = getattr(candidate, quantity), candidate.layout.ranks, run_file_tables(candidate) in sizes
-        text = f"{candidate.name} on {ranks:,} devices\n{days(candidate.expected_days)}, {prefix}{count(cost)}"
-        point = {"x": scale * candidate.expected_days, "y": cost, "text": text}
+        precision = _coarser(candidate, best)
+        text = f"{candidate.name}{precision} on {ranks:,} devices\n{days(candidate.expected_days)}, {prefix}{count(cost)}"
+        point = {"x": scale * candidate.expected_days, "y": cost, "text": text, "precision": precision}
         points.append(point | {"candidate": index, "line": is_size, "label": f"{ranks:,}" if is_size else ""})
     axes = {"x": f"{unit} of the run, with failures", "y": "device-hours" if best.price is None else "price, $"}
     line = {"line": "fastest on this many devices", "own": f"{best.layout.ranks:,}"}
@@ -249,8 +256,12 @@ def _scatter(axes: Axes, report: PlanReport, chart: dict[str, Any], span: tuple[
     best, *others = chart["points"]
     others = [point for point in others if point["line"] or point["y"] < 2 * best["y"]]
     line = sorted((point for point in (best, *others) if point["line"]), key=lambda point: point["x"])
-    if rest := [point for point in others if not point["line"]]:
-        axes.scatter(*columns(rest), s=26, color=MUTED, label="others that fit", zorder=3)
+    for precision in dict.fromkeys(point["precision"] for point in others):
+        rest = [point for point in others if not point["line"] and point["precision"] == precision]
+        if rest:
+            face = "none" if precision else MUTED
+            label = f"others that fit{precision}"
+            axes.scatter(*columns(rest), s=26, edgecolors=MUTED, facecolors=face, label=label, zorder=3)
     if len(line) > 1:
         steps: dict[str, Any] = {} if chart["limit"] is None else {"drawstyle": "steps-post"}
         axes.plot(*columns(line), color=INK, linewidth=1.2, marker="o", markersize=4, label=chart["line"], **steps)
