@@ -110,45 +110,55 @@ class Program:
     flops: float
     arguments: int
     donated: int
+    batch: int
+    """Bytes of the arguments that are no state."""
 
 
-def compiled(mesh: Mesh, run: Run, folder: Path) -> Program:
-    """Compiles the step of a run and takes it once."""
+UNUSED = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+"""What LLVM makes of a program that is only looked at takes most of the time."""
+
+
+def programs(mesh: Mesh, runs: list[Run]) -> list[Program]:
+    """Compiles the steps of runs, which are not taken."""
     use_virtual_devices(DEVICES)
-    from phalanx.xla.xla_trainer import XlaTrainer
-
-    trainer = XlaTrainer(run, plan_of(run), folder / "checkpoints")
-    trainer.build()
-    trainer.step()
-    step = trainer.compiled
-    trainer.close()
-    return Program(step.flops, step.argument_bytes, step.donated_bytes)
+    return [_program(run) for run in runs]
 
 
-def lowered(run: Run) -> Any:
-    """The step of a run for arguments of the right shapes and places, without their values."""
+def _program(run: Run) -> Program:
+    from phalanx.xla.program_text import read_program
+
+    compiled = lowered(run).compile(UNUSED)
+    memory, layout = compiled.memory_analysis(), run.layout
+    tokens = 4 * 4 * run.batch_tokens // layout.replicas // layout.context
+    flops = read_program(compiled.as_text(), layout.ranks).flops
+    return Program(flops, memory.argument_size_in_bytes, memory.alias_size_in_bytes, tokens + 3 * 4)
+
+
+def lowered(run: Run, platform: str | None = None) -> Any:
+    """The step of a run for arguments of the right shapes and places, without their values, for this platform or another one."""
     import jax
     import jax.numpy as jnp
 
     from phalanx.xla.forward import Tokens, traced_model
     from phalanx.xla.train_step import Shardings, StepInputs, TrainArrays, make_step
 
-    model, plan = traced_model(run, plan_of(run)), plan_of(run)
+    model, plan = traced_model(run, plan_of(run), platform), plan_of(run)
     places = Shardings.of(model)
 
     def shape(*lengths: int, dtype: Any = jnp.float32, place: Any = None) -> Any:
         return jax.ShapeDtypeStruct(lengths, dtype, sharding=place)
 
     def parameters(where: Any) -> Any:
-        return {name: shape(*lengths, place=where[name]) for name, lengths in model.shapes.items()}
+        return {name: shape(*model.shapes[name], place=place) for name, place in where.items()}
 
     buffers = {name: shape(*model.buffers[name].shape, dtype=model.buffers[name].dtype) for name in model.persistent}
-    moments = parameters(places.state.means)
-    state = TrainArrays(parameters(places.state.params), moments, moments, buffers, shape(dtype=jnp.int32))
+    of = places.state
+    state = TrainArrays(parameters(of.params), parameters(of.means), parameters(of.squares), buffers, shape(dtype=jnp.int32))
     size = (plan.accumulation, run.batch // plan.accumulation, run.train.sequence_length)
     rows = shape(*size, dtype=jnp.int32, place=places.batch)
     with jax.set_mesh(model.mesh):
-        return make_step(model, run).lower(state, Tokens(rows, rows, rows, rows), StepInputs(shape(), shape(), shape()))
+        step = make_step(model, run).trace(state, Tokens(rows, rows, rows, rows), StepInputs(shape(), shape(), shape()))
+        return step.lower(lowering_platforms=None if platform is None else (platform,))
 
 
 def products(mesh: Mesh, run: Run) -> dict[str, int]:
@@ -158,7 +168,17 @@ def products(mesh: Mesh, run: Run) -> dict[str, int]:
     return dict(Counter(" ".join(lengths.rpartition("x")[2] for lengths in pair) for pair in operands))
 
 
-def compile_without_constraint(mesh: Mesh, run: Run) -> None:
+def kernels(mesh: Mesh, run: Run, platform: str) -> dict[str, int]:
+    """Attention kernels by name in the step of a run, lowered for another platform."""
+    use_virtual_devices(DEVICES)
+    from jax._src.cudnn import fused_attention_stablehlo as cudnn
+
+    cudnn.check_cudnn_version = lambda: 91000  # there is none here to ask: nothing is compiled or run
+    text = lowered(run, platform).as_text()
+    return dict(Counter(re.findall(r'@__cudnn\$\w+|kernel_name = "(?:\w+)"', text)))
+
+
+def programs_without_constraint(mesh: Mesh, run: Run) -> list[Program]:
     """Compiles a step whose look-ups in the embedding say nothing about places: a planted mistake."""
     use_virtual_devices(DEVICES)
     import jax.numpy as jnp
@@ -170,7 +190,28 @@ def compile_without_constraint(mesh: Mesh, run: Run) -> None:
         return call_jax(lambda table, rows: jnp.take(table, rows, axis=0), module.weight, tokens)
 
     model_seams._look_up = look_up
-    lowered(run).compile()
+    return [_program(run)]
+
+
+def programs_with_undivided_experts(mesh: Mesh, run: Run) -> list[Program]:
+    """Compiles a step in which every device computes the experts of all tokens of the batch: a planted mistake."""
+    use_virtual_devices(DEVICES)
+    from jax.sharding import PartitionSpec as P
+
+    from phalanx.xla import moe_layer
+
+    moe_layer.spec = lambda *dims: P()  # every device has all tokens
+    return [_program(run)]
+
+
+def compare_without_a_backward(mesh: Mesh, case: Any, reference: Any) -> Any:
+    """`compare_devices` with an engine that differentiates the forward of the balancing loss, which is the identity: a planted mistake."""
+    use_virtual_devices(case.layout.ranks)
+    from phalanx.verification.xla_devices import compare_devices
+    from phalanx.xla import bridge
+
+    bridge.MAPPED = {function: lambda x, loss, scale: x for function in bridge.MAPPED}
+    return compare_devices(mesh, case, reference)
 
 
 @dataclass(frozen=True)
@@ -179,7 +220,7 @@ class Bridged:
     gradients: list[float]
     """Of a value and of the loss that is attached to it."""
     products: list[str]
-    """Formats of a linear layer's result with and without autocast, and of one inside that asks for full precision."""
+    """Formats of a linear layer's result with and without autocast."""
 
 
 def bridge(mesh: Mesh) -> Bridged:
@@ -192,7 +233,7 @@ def bridge(mesh: Mesh) -> Bridged:
 
     from phalanx.models.moe import AttachLoss, ZeroUnusedGradients
     from phalanx.spec.errors import RunFailed
-    from phalanx.xla.bridge import call_module, full_precision
+    from phalanx.xla.bridge import call_module
 
     class Unmapped(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -208,9 +249,7 @@ def bridge(mesh: Mesh) -> Bridged:
             self.inner = nn.Linear(2, 2)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            with full_precision():
-                exact = self.inner(x)
-            return torch.cat((self.inner(x), self.inner(x))), exact  # type: ignore[return-value]
+            return torch.cat((self.inner(x), self.inner(x)))
 
     refusal = ""
     try:
@@ -223,6 +262,5 @@ def bridge(mesh: Mesh) -> Bridged:
     weights = {"inner.weight": jnp.ones((2, 2)), "inner.bias": jnp.ones(2)}
     formats = []
     for products in (torch.bfloat16, None):
-        both, exact = call_module(Linear(), weights, (jnp.ones((1, 2)),), products)[0]
-        formats += [str(both.dtype), str(exact.dtype)]
+        formats.append(str(call_module(Linear(), weights, (jnp.ones((1, 2)),), products)[0].dtype))
     return Bridged(refusal, [float(gradient) for gradient in gradients], formats)

@@ -108,7 +108,7 @@ class StepCompiled(Event):
     seconds: float
     """Of tracing and compiling."""
     flops: float
-    """Of one device in one micro-batch, as the compiler counts them."""
+    """Of the matrix products of one device in a step."""
     arguments: int
     """Bytes of state and batch on one device; so are the next two."""
     donated: int

@@ -113,7 +113,7 @@ def plan_run(run: Run, machine: Machine | None, ranks: int | None = None, size: 
         made = replace(request.plan(best.layout, best.micro_batch), promise=promise_of(best))
         return PlannedRun(replace(run, memory=best.with_savings(run.memory)), _placed(request, made))
     if run.engine.name == "xla":
-        return _of_xla(_as_given(request, searched=True))
+        return _of_xla(_as_given(request, searched=True), run)
     is_open = run.layout == Layout() and run.model.is_builtin
     try:
         planned = _as_given(request)
@@ -129,9 +129,9 @@ def plan_run(run: Run, machine: Machine | None, ranks: int | None = None, size: 
     return planned
 
 
-def _of_xla(planned: PlannedRun) -> PlannedRun:
+def _of_xla(planned: PlannedRun, run: Run) -> PlannedRun:
     """The layout as given. The cost model knows only what the torch engine does: it promises nothing, and opens no choice for another engine."""
-    memory = replace(planned.run.memory, compile=None, cuda_graphs=None, loss_chunk=None, offload="none")
+    memory = replace(planned.run.memory, compile=None, cuda_graphs=None, loss_chunk=run.memory.loss_chunk, offload="none")
     return replace(planned, run=replace(planned.run, memory=memory), plan=replace(planned.plan, promise=None))
 
 

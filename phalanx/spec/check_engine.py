@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from phalanx.spec.errors import nearest_divisors
 from phalanx.spec.keys import KEYS
 from phalanx.spec.run import Run
 
@@ -28,7 +29,6 @@ _XLA = (
     Refusal("model.mtp_depth", (0,), "does not compute multi-token prediction", "remove it"),
     Refusal("train.objective", ("next-token",), "has no reference model", "remove it"),
     Refusal("train.sample_every", (None,), "compiles no generation", "remove it and use `phalanx generate`"),
-    Refusal("optimizer.name", ("adamw",), "has AdamW only", "remove it"),
     Refusal("optimizer.sync_every", (1,), "updates all replicas in one program, in every step", "remove it"),
     Refusal("lora.rank", (None,), "has no adapters", "remove [lora]"),
     Refusal(
@@ -37,13 +37,10 @@ _XLA = (
     Refusal("precision.reduce", ("fp32",), "leaves sums over devices to the compiler, which takes them in fp32", "remove it"),
     Refusal("memory.offload", ("auto", "none"), "keeps optimizer states on the devices", "remove it"),
     Refusal("memory.activations", ("device",), "keeps activations on the devices", "remove it"),
-    Refusal("memory.loss_chunk", (None, 0), "computes the logits of a micro-batch together", "remove it"),
     Refusal("memory.bucket_size", (None,), "leaves messages to the compiler", "remove it"),
     Refusal("memory.compile", (None,), "compiles the whole step in any case", "remove it"),
     Refusal("memory.cuda_graphs", (None,), "compiles the whole step in any case", "remove it"),
     Refusal("layout.pipeline", (1,), "divides no layers among devices", "set it to 1 and raise layout.shard"),
-    Refusal("layout.expert", (1,), "divides no experts among devices", "set it to 1"),
-    Refusal("layout.expert_tensor", (1,), "divides no experts among devices", "set it to 1"),
     Refusal("cluster.nodes", (1,), "is one process on one host", "set it to 1"),
     Refusal("cluster.launcher", ("local",), "is one process on this host", "remove it"),
     Refusal("checkpoint.memory_every", (None,), "keeps no copies in host memory", "remove it"),
@@ -61,8 +58,14 @@ def engine_problems(run: Run) -> Iterator[str]:
         value = KEYS[refusal.key].of(run)
         if value not in refusal.accepted:
             yield f"${refusal.key} is set, but $engine.name {refusal.why}: {refusal.remedy}, {TORCH}."
-    if run.layout.context > 1 and run.layout.context_method != "gather":
+    layout, moe = run.layout, run.model.moe
+    if layout.context > 1 and layout.context_method == "ulysses":
         yield (
-            "$layout.context_method is another way to exchange keys than that of $engine.name, whose compiler gathers them: set "
-            f'layout.context_method = "gather", {TORCH}.$(layout.context)'
+            "$layout.context_method divides heads by an exchange that $engine.name does not have: set "
+            f'layout.context_method = "ring" or "gather", {TORCH}.$(layout.context)'
+        )
+    if moe is not None and moe.ffn % layout.expert_tensor:
+        yield (
+            "$layout.expert_tensor does not divide $model.moe.ffn, but $engine.name divides each expert evenly: set it to "
+            f"{nearest_divisors(layout.expert_tensor, moe.ffn)}, {TORCH}."
         )

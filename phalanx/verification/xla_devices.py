@@ -76,9 +76,12 @@ def _on(device: Any, arrays: Mapping[str, Any]) -> dict[str, ShardValue]:
 
 
 def _divided_axes(trainer: XlaTrainer) -> set[str]:
-    """Axes of the mesh along which devices hold other parts of the optimizer's state, read from the arrays."""
+    """Degrees of the layout along which devices hold other parts of the optimizer's state, read from the arrays. An axis like "tensor_expert" divides
+    experts."""
     places: list[Any] = [array.sharding for array in trainer.state.means.values()]
-    return {axis for place in places for axis in place.spec if axis is not None}
+    dims = [dim for place in places for dim in place.spec if dim is not None]
+    axes = {axis for dim in dims for axis in ((dim,) if isinstance(dim, str) else dim)}
+    return {axis.partition("_")[2] or axis for axis in axes}
 
 
 def _divides_positions(trainer: XlaTrainer) -> bool:

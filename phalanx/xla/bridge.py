@@ -84,22 +84,20 @@ MAPPED: dict[type[torch.autograd.Function], Callable[..., Any]] = {AttachLoss: _
 """Functions with a backward of their own, and what computes the same in JAX."""
 
 
-def call_jax(function: Callable[..., Any], *tensors: Tensor | None) -> Any:
-    """A function of arrays, called with tensors in a traced module."""
+def call_jax(function: Callable[..., Any], *tensors: Any) -> Any:
+    """A function of arrays, called with tensors, or with lists and dicts of them, in a traced module."""
     return _torchax().interop.call_jax(function, *tensors)
 
 
-def call_traced(function: Callable[..., Tensor], x: jax.Array, *rest: Any) -> jax.Array:
-    """A part of a traced module, called with an array by a transformation of JAX. `rest`: what it gets as it is."""
-    result: jax.Array = _torchax().interop.jax_view(function(_torchax().interop.torch_view(x), *rest))
-    return result
-
-
-@contextmanager
-def full_precision() -> Iterator[None]:
-    """Products inside are in the format of their operands, whatever the module computes in."""
-    with _torchax().default_env().override_property(autocast_dtype=None):
-        yield
+def call_part(
+    module: nn.Module, values: Mapping[str, jax.Array], x: jax.Array, rest: Sequence[Any], names: Sequence[str]
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """A part of a traced module, called by a transformation of JAX with an array and these parameters and buffers. `rest`: arguments that it gets as
+    they are. Returns its output, and what the named buffers hold afterwards."""
+    interop = _torchax().interop
+    given = interop.torch_view(dict(values))
+    output = torch.func.functional_call(module, given, (interop.torch_view(x), *rest))
+    return interop.jax_view(output), {name: given[name].jax() for name in names}
 
 
 def products_in() -> Any:

@@ -15,6 +15,7 @@ import torch
 
 from phalanx.spec.run import Run
 from phalanx.xla.forward import Arrays, Model, Tokens, summed_losses
+from phalanx.xla.program_text import read_program
 from phalanx.xla.train_step import StepInputs, StepResults, TrainArrays, make_step
 
 
@@ -34,7 +35,7 @@ class CompiledStep:
     trace_seconds: float
     compile_seconds: float
     flops: float
-    """Of one device. The compiler counts a loop once: of all micro-batches it is one."""
+    """Of the matrix products of one device in a step."""
     argument_bytes: int
     donated_bytes: int
     """Of the arguments, which the results take over."""
@@ -51,13 +52,13 @@ def compile_step(
         traced = time.perf_counter()
         compiled = lowered.compile()
     ended = time.perf_counter()
-    memory, cost = compiled.memory_analysis(), compiled.cost_analysis()
+    memory = compiled.memory_analysis()
     return CompiledStep(
         run=compiled,
         text=lowered.as_text(),
         trace_seconds=traced - started,
         compile_seconds=ended - traced,
-        flops=float(cost.get("flops", 0.0)),
+        flops=float(read_program(compiled.as_text(), model.mesh.size).flops),
         argument_bytes=memory.argument_size_in_bytes,
         donated_bytes=memory.alias_size_in_bytes,
         temporary_bytes=memory.temp_size_in_bytes,

@@ -53,7 +53,7 @@ def initial_state(model: Model, run: Run) -> TrainArrays:
     return TrainArrays(
         params={name: drawn(name) for name in model.shapes},
         means={name: zeros(name) for name in model.shapes},
-        squares={name: zeros(name) for name in model.shapes},
+        squares={name: zeros(name) for name in places.squares},
         buffers={
             n: jnp.zeros(model.buffers[n].shape, model.buffers[n].dtype, device=places.buffers[n]) for n in places.buffers
         },
@@ -66,10 +66,16 @@ def named_arrays(state: TrainArrays) -> dict[str, jax.Array]:
     arrays = {f"model/{name}": array for name, array in (state.params | state.buffers).items()}
     count = state.updates.astype(jnp.float32)
     for name in state.params:
-        arrays[f"optimizer/{name}/{_STEP}"] = count
-        arrays[f"optimizer/{name}/exp_avg"] = state.means[name]
-        arrays[f"optimizer/{name}/exp_avg_sq"] = state.squares[name]
+        arrays[_mean_name(state, name)] = state.means[name]
+        if name in state.squares:
+            arrays[f"optimizer/{name}/{_STEP}"] = count
+            arrays[f"optimizer/{name}/exp_avg_sq"] = state.squares[name]
     return arrays
+
+
+def _mean_name(state: TrainArrays, name: str) -> str:
+    """Muon has momentum alone."""
+    return f"optimizer/{name}/{'exp_avg' if name in state.squares else 'momentum_buffer'}"
 
 
 def with_arrays(state: TrainArrays, arrays: Mapping[str, jax.Array]) -> TrainArrays:
@@ -81,7 +87,7 @@ def with_arrays(state: TrainArrays, arrays: Mapping[str, jax.Array]) -> TrainArr
     updates = next((array for name, array in arrays.items() if name.endswith(f"/{_STEP}")), None)
     return TrainArrays(
         params=chosen(state.params, lambda name: f"model/{name}"),
-        means=chosen(state.means, lambda name: f"optimizer/{name}/exp_avg"),
+        means=chosen(state.means, lambda name: _mean_name(state, name)),
         squares=chosen(state.squares, lambda name: f"optimizer/{name}/exp_avg_sq"),
         buffers=chosen(state.buffers, lambda name: f"model/{name}"),
         updates=state.updates if updates is None else jax.device_put(updates.astype(jnp.int32), state.updates.sharding),

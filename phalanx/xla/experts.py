@@ -1,5 +1,6 @@
-"""Routed experts over devices, in JAX: each device multiplies the rows of its own experts only. The XLA engine puts `dispatch` where a layer
-of experts has its own. A compiler left alone would not divide sorted tokens: every device would multiply nearly all of them.
+"""Routed experts over devices, in JAX: each device multiplies the rows of its own experts only. `xla/moe_layer` calls `local_dispatch` on every device;
+`dispatch` does it for tokens that the compiler divides. A compiler left alone would not divide sorted tokens: every device would multiply nearly
+all of them.
 
 Two ways to bring tokens and experts together, both without a capacity limit:
 
@@ -96,7 +97,7 @@ def dispatch(
         for value, fill in ((x_TD, 0), (chosen_TK, count), (weights_TK, 0))
     )
     inside = jax.shard_map(
-        partial(_inside, count=count, layout=layout),
+        partial(local_dispatch, count=count, layout=layout),
         mesh=mesh,
         in_specs=(rows, rows, rows, weight_specs(layout)),
         out_specs=rows,
@@ -136,8 +137,8 @@ class _Place(NamedTuple):
     product: Product
 
 
-def _inside(x: Array, chosen: Array, weights: Array, experts: ExpertWeights, *, count: int, layout: ExpertLayout) -> Array:
-    """One device's part: its own tokens, and its own experts or slices of them."""
+def local_dispatch(x: Array, chosen: Array, weights: Array, experts: ExpertWeights, count: int, layout: ExpertLayout) -> Array:
+    """One device's part, inside shard_map: its own tokens, and its own experts or slices of them. `count`: experts on all devices."""
     x_TD, chosen_TK, weights_TK = (value.reshape(-1, value.shape[-1]) for value in (x, chosen, weights))
     together = layout.group if layout.exchange == "gather" else layout.expert_tensor
     if together:

@@ -14,12 +14,14 @@ from torch import nn
 
 from phalanx.models import init
 from phalanx.models.custom import axes_of
+from phalanx.models.decoder import Decoder
 from phalanx.models.moe import Router, routers
 from phalanx.spec.plan import Plan
 from phalanx.spec.run import Run
 from phalanx.xla.bridge import DTYPES, call_module
-from phalanx.xla.device_mesh import SAMPLES, device_mesh, sharding
+from phalanx.xla.device_mesh import SAMPLES, device_mesh, mesh_size, platform_of, sharding
 from phalanx.xla.model_seams import install
+from phalanx.xla.newton_schulz import is_updated_by_muon
 from phalanx.xla.specs import Placement, placements
 
 Arrays = dict[str, jax.Array]
@@ -50,18 +52,24 @@ class Model:
     """Buffers that a checkpoint holds."""
     products: torch.dtype | None
     """Format of matrix products; None: that of the parameters."""
+    by_muon: frozenset[str]
+    """Parameters that Muon updates; AdamW updates the others."""
+    loss_chunk: int | None
+    """Tokens of a device whose logits exist at the same time; None: all."""
 
     @property
     def routers(self) -> dict[str, Router]:
         return routers(self.module)
 
 
-def traced_model(run: Run, plan: Plan) -> Model:
-    """The run's model with its seams filled for the layout's devices. Allocates nothing."""
+def traced_model(run: Run, plan: Plan, platform: str | None = None) -> Model:
+    """The run's model with its seams filled for the layout's devices. Allocates nothing. `platform`: "cpu", "cuda" or "tpu", whose kernels compute; by
+    default that of the devices."""
     module = init.build(run.model)
     mesh = device_mesh(plan.layout)
     shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
-    install(module, mesh, run.memory, sequence=plan.layout.sequence)
+    places = placements(shapes, axes_of(module), plan.layout, run.model)
+    install(module, mesh, run.memory, plan.layout, places, platform or platform_of(mesh))
     for router in routers(module).values():
         router.loss_scale = 1 / run.batch_tokens  # the balancing loss is divided as the loss is
     buffers = {name: jax.ShapeDtypeStruct(tuple(b.shape), DTYPES[b.dtype]) for name, b in module.named_buffers()}
@@ -69,20 +77,65 @@ def traced_model(run: Run, plan: Plan) -> Model:
         module=module,
         mesh=mesh,
         shapes=shapes,
-        placements=placements(shapes, axes_of(module), plan.layout, run.model),
+        placements=places,
         buffers=buffers,
         persistent=frozenset(buffers) & module.state_dict().keys(),
         products=torch.bfloat16 if plan.compute == "bf16" else None,
+        by_muon=frozenset(name for name in shapes if run.optimizer.name == "muon" and is_updated_by_muon(name, shapes[name])),
+        loss_chunk=run.memory.loss_chunk or None,
     )
 
 
 def summed_losses(model: Model, params: Arrays, buffers: Arrays, batch: Tokens) -> tuple[jax.Array, Arrays]:
     """The sum of the losses of all targets that count, and the buffers after the forward."""
     inputs = (batch.tokens, batch.positions, batch.documents)
-    logits_BSV, after = call_module(model.module, {**params, **buffers}, inputs, model.products, tuple(buffers))
-    rows = "tensor" if logits_BSV.shape[-1] % model.mesh.shape["tensor"] == 0 else None
-    placed = jax.lax.with_sharding_constraint(logits_BSV, sharding(model.mesh, SAMPLES, "context", rows))
-    return cross_entropy(placed, batch.targets), after
+    output, after = call_module(model.module, {**params, **buffers}, inputs, model.products, tuple(buffers))
+    if model.loss_chunk is not None:
+        states_BSD, weight_VD = output  # as `model_seams` has it
+        return _chunked_losses(model, states_BSD, weight_VD, batch.targets), after
+    return cross_entropy(_placed(model, output, SAMPLES, "context"), batch.targets), after
+
+
+def _placed(model: Model, logits: jax.Array, *dims: str | tuple[str, ...] | None) -> jax.Array:
+    """Divided along the vocabulary too."""
+    rows = "tensor" if logits.shape[-1] % mesh_size(model.mesh, "tensor") == 0 else None
+    return jax.lax.with_sharding_constraint(logits, sharding(model.mesh, *dims, rows))
+
+
+def _chunked_losses(model: Model, states_BSD: jax.Array, weight_VD: jax.Array, targets_BS: jax.Array) -> jax.Array:
+    """The logits of a few tokens of each device at a time, in both passes: every device goes through its own sequences and positions."""
+    devices, samples = mesh_size(model.mesh, "context"), len(states_BSD) // mesh_size(model.mesh, *SAMPLES)
+    whole = states_BSD.shape[1] // devices
+    size = max(
+        length
+        for length in range(1, whole + 1)
+        if whole % length == 0 and length * samples <= max(model.loss_chunk or 0, samples)
+    )
+
+    def pieces(array: jax.Array) -> jax.Array:
+        cut = array.reshape(len(array), devices, whole // size, size, *array.shape[2:])
+        places = (None, SAMPLES, "context", *[None] * (cut.ndim - 3))
+        return jax.lax.with_sharding_constraint(jnp.moveaxis(cut, 2, 0), sharding(model.mesh, *places))
+
+    @jax.checkpoint
+    def piece_loss(states_BCSD: jax.Array, weight_VD: jax.Array, targets_BCS: jax.Array) -> jax.Array:
+        logits = project(model, states_BCSD, weight_VD)
+        return cross_entropy(_placed(model, logits, SAMPLES, "context", None), targets_BCS)
+
+    def add(loss: jax.Array, piece: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
+        return loss + piece_loss(piece[0], weight_VD, piece[1]), None
+
+    whole_states = jax.lax.with_sharding_constraint(states_BSD, sharding(model.mesh, SAMPLES, "context", None))
+    loss, _ = jax.lax.scan(add, jnp.zeros((), jnp.float32), (pieces(whole_states), pieces(targets_BS)))
+    return loss
+
+
+def project(model: Model, states: jax.Array, weight_VD: jax.Array) -> jax.Array:
+    """Logits, as `Decoder.project` computes them."""
+    dtype = states.dtype if model.products is None else DTYPES[model.products]
+    logits = jnp.einsum("...d,vd->...v", states.astype(dtype), weight_VD.astype(dtype))
+    cap = model.module.spec.logit_cap if isinstance(model.module, Decoder) else None
+    return logits if cap is None else cap * jnp.tanh(logits / cap)
 
 
 def cross_entropy(logits_BSV: jax.Array, targets_BS: jax.Array) -> jax.Array:

@@ -1,8 +1,8 @@
-"""Causal attention in JAX with the kernel of the platform: cuDNN's on NVIDIA, splash on TPU, plain products elsewhere. The XLA engine puts
+"""Causal attention in JAX with the kernel of the platform: cuDNN's on NVIDIA, splash on TPU, plain products elsewhere. `xla/model_seams` puts
 `attend` where a model's attention modules have theirs.
 
 It knows documents, sliding windows, soft caps, fewer heads of keys than of queries, and values narrower than keys. Kernels run inside shard_map:
-sequences over the axes of the batch, heads over the tensor axis. Devices of the context axis hold some positions of every sequence each, in an
+sequences over the axes of the batch, heads over the tensor axis. Devices of the context axes hold some positions of every sequence each, in an
 order that the layout knows; they gather keys and values, or send them around as `xla/ring_attention` does.
 """
 
@@ -21,6 +21,8 @@ from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from phalanx.xla.device_mesh import zigzag
+from phalanx.xla.plain_attention import plain_attention
 from phalanx.xla.ring_attention import Ring, ring_attention
 
 # Shapes: B sequences, H heads of queries, K of keys, S positions of queries, T of keys, E width of queries and keys.
@@ -52,13 +54,13 @@ class Devices:
     """None: one device."""
     batch: tuple[str, ...] = ("data", "shard")
     """Axes that divide sequences."""
-    heads: str = "tensor"
-    sequence: str = "context"
-    """Axis that divides the positions of every sequence."""
+    heads: tuple[str, ...] = ("tensor",)
+    sequence: tuple[str, ...] = ("context",)
+    """Axes that divide the positions of every sequence."""
     context: Literal["gather", "ring"] = "gather"
     """How queries meet the keys of other devices."""
     order: Literal["straight", "zigzag"] = "straight"
-    """Which positions the devices of the sequence axis hold: one piece each, or an early and a late one."""
+    """Which positions the devices of the sequence axes hold: one piece each, or an early and a late one."""
     interpret: bool = False
     """Run a TPU's kernel on any platform, slowly: for tests."""
 
@@ -67,14 +69,11 @@ class Devices:
         return 1 if self.mesh is None else prod(self.mesh.shape.get(axis, 1) for axis in axes)
 
     def positions(self, length: int) -> npt.NDArray[np.int32]:
-        """The position in the sequence of each row of an array that is divided over the sequence axis."""
-        count, whole = self.size(self.sequence), np.arange(length, dtype=np.int32)
+        """The position in the sequence of each row of an array that is divided over the sequence axes."""
+        count, whole = self.size(*self.sequence), np.arange(length, dtype=np.int32)
         if count == 1 or self.order == "straight":
             return whole
-        if length % (2 * count):
-            raise ValueError(f"{count} devices cannot share {length} positions in {2 * count} equal pieces.")
-        pieces = whole.reshape(2 * count, -1)
-        return pieces[[piece for index in range(count) for piece in (index, 2 * count - 1 - index)]].reshape(-1)
+        return zigzag(length, count)
 
 
 class Kernel(NamedTuple):
@@ -86,7 +85,7 @@ class Kernel(NamedTuple):
 
 def choose_kernel(q_BHSE: Array, documents_BS: Array | None, scoring: Scoring, devices: Devices) -> Kernel:
     """Decided by shapes, dtypes and the platform alone."""
-    divided = devices.size(devices.sequence) > 1
+    divided = devices.size(*devices.sequence) > 1
     if divided and devices.context == "ring":
         return Kernel("ring")
     if devices.platform == "tpu":
@@ -120,9 +119,10 @@ def attend(
     kernel = choose_kernel(q_BHSE, documents_BS, scoring, devices).name
     positions_S = devices.positions(length)
     if kernel == "plain":
-        return _plain(q_BHSE, k_BKTE, v_BKTE, _visible(positions_S, positions_S, documents_BS, scoring.window), scoring)
+        visible_B1ST = _visible(positions_S, positions_S, documents_BS, scoring.window)
+        return plain_attention(q_BHSE, k_BKTE, v_BKTE, visible_B1ST, _scale(q_BHSE, scoring), scoring.cap)
     _check(q_BHSE, k_BKTE, devices)
-    k_BKTE, v_BKTE = (_enough_heads(x, devices.size(devices.heads)) for x in (k_BKTE, v_BKTE))
+    k_BKTE, v_BKTE = (_enough_heads(x, devices.size(*devices.heads)) for x in (k_BKTE, v_BKTE))
     local = {"ring": _ring, "cudnn": _cudnn, "splash": _splash}[kernel]
     return local(q_BHSE, k_BKTE, v_BKTE, documents_BS, scoring, devices)
 
@@ -131,14 +131,14 @@ def _check(q_BHSE: Array, k_BKTE: Array, devices: Devices) -> None:
     sequences, heads, length, _ = q_BHSE.shape
     for size, axes, what in (
         (sequences, devices.batch, "sequences"),
-        (heads, (devices.heads,), "heads"),
-        (length, (devices.sequence,), "positions"),
+        (heads, devices.heads, "heads"),
+        (length, devices.sequence, "positions"),
     ):
         if size % devices.size(*axes):
             raise ValueError(f"{devices.size(*axes)} devices of the axes {list(axes)} cannot share {size} {what} evenly.")
-    if heads % lcm(k_BKTE.shape[1], devices.size(devices.heads)):
+    if heads % lcm(k_BKTE.shape[1], devices.size(*devices.heads)):
         raise ValueError(
-            f"{devices.size(devices.heads)} devices cannot share {heads} heads of queries and {k_BKTE.shape[1]} of keys: a device "
+            f"{devices.size(*devices.heads)} devices cannot share {heads} heads of queries and {k_BKTE.shape[1]} of keys: a device "
             "would need parts of a head of keys."
         )
 
@@ -163,18 +163,6 @@ def _visible(
     return (visible_ST & (of_queries[:, :, None] == of_keys[:, None]))[:, None]
 
 
-def _plain(q_BHSE: Array, k_BKTE: Array, v_BKTE: Array, visible_B1ST: Array, scoring: Scoring) -> Array:
-    """All scores at once, in full precision. The compiler divides it as it divides the rest of a model."""
-    wide = jnp.promote_types(q_BHSE.dtype, jnp.float32)
-    q_BKGSE = q_BHSE.reshape(len(q_BHSE), k_BKTE.shape[1], -1, *q_BHSE.shape[2:])
-    scores_BKGST = jnp.einsum("bkgse,bkte->bkgst", q_BKGSE, k_BKTE, preferred_element_type=wide) * _scale(q_BHSE, scoring)
-    if scoring.cap is not None:
-        scores_BKGST = scoring.cap * jnp.tanh(scores_BKGST / scoring.cap)
-    weights_BKGST = jax.nn.softmax(jnp.where(visible_B1ST[:, :, None], scores_BKGST, -jnp.inf), axis=-1)
-    out_BKGSE = jnp.einsum("bkgst,bkte->bkgse", weights_BKGST.astype(v_BKTE.dtype), v_BKTE)
-    return out_BKGSE.reshape(*q_BHSE.shape[:3], v_BKTE.shape[-1])
-
-
 def _scale(q_BHSE: Array, scoring: Scoring) -> float:
     return float(q_BHSE.shape[-1] ** -0.5) if scoring.scale is None else scoring.scale
 
@@ -191,14 +179,14 @@ def _mapped(
         found = tuple(axis for axis in axes if axis in devices.mesh.shape)  # type: ignore[union-attr]
         return found or None
 
-    stream = P(known(*devices.batch), known(devices.heads), known(devices.sequence), None)
-    documents = None if arrays[3] is None else P(known(*devices.batch), known(devices.sequence))
+    stream = P(known(*devices.batch), known(*devices.heads), known(*devices.sequence), None)
+    documents = None if arrays[3] is None else P(known(*devices.batch), known(*devices.sequence))
     specs = (stream, stream, stream, documents, *(spec for _, spec in more))
     return jax.shard_map(local, mesh=devices.mesh, in_specs=specs, out_specs=stream, check_vma=False)(*values)
 
 
 def _ring(q: Array, k: Array, v: Array, documents_BS: Array | None, scoring: Scoring, devices: Devices) -> Array:
-    ring = Ring(devices.sequence, devices.size(devices.sequence), _scale(q, scoring), scoring.cap, scoring.window)
+    ring = Ring(devices.sequence, devices.size(*devices.sequence), _scale(q, scoring), scoring.cap, scoring.window)
 
     def local(q: Array, k: Array, v: Array, documents: Array | None, positions_S: Array) -> Array:
         return ring_attention((q, k, v), positions_S, documents, ring)
@@ -209,7 +197,7 @@ def _ring(q: Array, k: Array, v: Array, documents_BS: Array | None, scoring: Sco
 
 def _gathered(devices: Devices, positions_S: npt.NDArray[np.int32], *values: tuple[Array | None, int]) -> list[Any]:
     """Inside shard_map: all positions of each array along its dimension, in rising order."""
-    if devices.size(devices.sequence) == 1:
+    if devices.size(*devices.sequence) == 1:
         return [value for value, _ in values]
     whole = [None if value is None else lax.all_gather(value, devices.sequence, axis=dim, tiled=True) for value, dim in values]
     if devices.order == "straight":
@@ -223,7 +211,7 @@ def _cudnn(q: Array, k: Array, v: Array, documents_BS: Array | None, scoring: Sc
     packed sequences would need none, but a bound on the number of documents that a traced program does not know."""
     length, narrow = q.shape[2], v.shape[-1]
     positions_S = devices.positions(length)
-    masked = documents_BS is not None or devices.size(devices.sequence) > 1
+    masked = documents_BS is not None or devices.size(*devices.sequence) > 1
     v = jnp.pad(v, ((0, 0),) * 3 + ((0, q.shape[-1] - narrow),))  # jax.nn wants one width
 
     def local(q: Array, k: Array, v: Array, documents: Array | None, own_S: Array) -> Array:
@@ -247,14 +235,14 @@ def _cudnn(q: Array, k: Array, v: Array, documents_BS: Array | None, scoring: Sc
         )
         return out_BSHE.swapaxes(1, 2)
 
-    own = (jnp.asarray(positions_S), P(devices.sequence if devices.size(devices.sequence) > 1 else None))
+    own = (jnp.asarray(positions_S), P(devices.sequence if devices.size(*devices.sequence) > 1 else None))
     return _mapped(local, (q, k, v, documents_BS), devices, (own,))[..., :narrow]
 
 
 def _splash(q: Array, k: Array, v: Array, documents_BS: Array | None, scoring: Scoring, devices: Devices) -> Array:
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 
-    length, parts = q.shape[2], devices.size(devices.sequence)
+    length, parts = q.shape[2], devices.size(*devices.sequence)
     positions_S = devices.positions(length)
     queries, keys = length // parts + -(length // parts) % _LANES, length + -length % _LANES
     # A query that only fills a block takes the first position.
@@ -283,11 +271,11 @@ def _splash(q: Array, k: Array, v: Array, documents_BS: Array | None, scoring: S
 
 
 def _splash_kernel(positions_S: npt.NDArray[np.int32], keys: int, group: int, scoring: Scoring, devices: Devices) -> Any:
-    """For the heads that share one head of keys, and the queries of all devices of the sequence axis. It skips blocks that the mask empties."""
+    """For the heads that share one head of keys, and the queries of all devices of the sequence axes. It skips blocks that the mask empties."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
-    whole, parts = (len(positions_S), keys), devices.size(devices.sequence)
+    whole, parts = (len(positions_S), keys), devices.size(*devices.sequence)
     mask = masks.CausalMask(whole) if scoring.window is None else masks.LocalMask(whole, (scoring.window - 1, 0), 0)
     mask.q_sequence = positions_S
     block_q, block_k = (next(size for size in _BLOCKS if length % size == 0) for length in (len(positions_S) // parts, keys))

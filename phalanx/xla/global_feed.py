@@ -15,6 +15,7 @@ from phalanx.data.loader import Loader, ReplicaShare
 from phalanx.data.pack import IGNORED, Batch
 from phalanx.spec.plan import Plan
 from phalanx.spec.run import Run
+from phalanx.xla.device_mesh import zigzag
 from phalanx.xla.forward import Tokens
 
 
@@ -73,8 +74,10 @@ class GlobalFeed:
         return GlobalBatch(tuple(array.astype(np.int32)[None] for array in self._inputs(Batch(*filled))), batch.digest)
 
     def _inputs(self, batch: Batch) -> tuple[np.ndarray, ...]:
+        """In the order of the devices that divide sequences: all that is computed besides attention is the same in any order."""
         documents = (batch.documents,) if self._run.data.document_mask else ()
-        return (batch.tokens, batch.targets, batch.positions, *documents)
+        arrays, devices = (batch.tokens, batch.targets, batch.positions, *documents), self._plan.layout.context
+        return arrays if devices == 1 else tuple(array[:, zigzag(array.shape[1], devices)] for array in arrays)
 
     def close(self) -> None:
         """Ends the reader and drops what it has read ahead."""

@@ -1,9 +1,10 @@
-"""What the XLA engine puts at the seams of a model before it is traced: attention, the dispatch of experts, look-ups in divided tables, the
-place of the residual stream, and blocks that are computed twice instead of stored. The modules themselves do not change."""
+"""What the XLA engine puts at the seams of a model before it is traced: attention, the experts of a mixture, look-ups in divided tables, the place of the
+residual stream, and blocks that are repeated or computed twice. The modules themselves do not change."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -13,49 +14,88 @@ from jax.sharding import Mesh
 from torch import Tensor, nn
 
 from phalanx.models.attention import Scope
-from phalanx.models.moe import ExpertsLike, MoE, Router
+from phalanx.models.decoder import Decoder
+from phalanx.models.moe import MoE
+from phalanx.spec.layout import Layout
 from phalanx.spec.run import Memory
-from phalanx.xla.bridge import call_jax, call_traced, full_precision, products_in
-from phalanx.xla.device_mesh import SAMPLES, sharding
-from phalanx.xla.plain_attention import Scoring, attend
+from phalanx.xla import block_loop, moe_layer
+from phalanx.xla.bridge import call_jax, products_in
+from phalanx.xla.device_mesh import POSITIONS, SAMPLES, mesh_axes, mesh_size, sharding
+from phalanx.xla.fused_attention import Devices, Scoring, attend
+from phalanx.xla.specs import Placement
 
 Constrain = Callable[[jax.Array], jax.Array]
 
-_POLICIES = {
-    "full": jax.checkpoint_policies.nothing_saveable,
-    "selective": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-}
-"""What `memory.recompute` stores of a block."""
+
+def attention_devices(mesh: Mesh, layout: Layout, platform: str) -> Devices:
+    """How attention is divided. Devices of the context axis hold an early and a late piece of every sequence, as causal attention has more to do for
+    late positions."""
+    return Devices(
+        platform=platform,  # type: ignore[arg-type]
+        mesh=mesh,
+        batch=mesh_axes(mesh, *SAMPLES),
+        heads=mesh_axes(mesh, "tensor"),
+        sequence=mesh_axes(mesh, "context"),
+        context="ring" if layout.context_method == "ring" else "gather",
+        order="zigzag",
+    )
 
 
-def install(model: nn.Module, mesh: Mesh, memory: Memory, *, sequence: bool) -> None:
-    """Fill the seams of a model on the meta device. `sequence`: the residual stream is divided over the tensor axis too."""
-    stream = sharding(mesh, SAMPLES, ("context", "tensor") if sequence else "context", None)
+def install(
+    model: nn.Module, mesh: Mesh, memory: Memory, layout: Layout, placements: Mapping[str, Placement], platform: str
+) -> None:
+    """Fill the seams of a model on the meta device. `platform`: whose kernels compute."""
+    stream = sharding(mesh, SAMPLES, POSITIONS if layout.sequence else "context", None)
     keep: Constrain = lambda x_BSD: jax.lax.with_sharding_constraint(x_BSD, stream)  # noqa: E731
+    devices = attention_devices(mesh, layout, platform)
     seam: Any  # attributes of modules are replaced
-    for index, seam in enumerate(model.get_submodule("blocks").children()):
-        seam.attention.attend = _attend
-        if memory.recomputes and index % memory.recompute_every == 0:
-            seam.forward = partial(_recomputed, seam.forward, _POLICIES[memory.recompute])
-        seam.register_forward_hook(lambda module, given, x_BSD: call_jax(keep, x_BSD))
+    for seam in model.get_submodule("blocks").children():
+        seam.attention.attend = partial(_attend, devices)
+        seam.forward = partial(_kept, seam.forward, keep)
     for seam in model.modules():
         if isinstance(seam, nn.Embedding):
             seam.forward = partial(_look_up, seam, mesh, keep)  # type: ignore[method-assign]
-        elif isinstance(seam, Router):
-            seam.forward = partial(_in_full_precision, seam.forward)  # type: ignore[method-assign]
         elif isinstance(seam, MoE):
-            seam.dispatch = _dispatch
+            seam.forward = partial(moe_layer.forward, seam, mesh, platform, keep)  # type: ignore[method-assign]
+
+    if memory.loss_chunk and isinstance(model, Decoder):
+        model.project = lambda x_BSD, weight_VD: (x_BSD, weight_VD)  # the loss computes logits
+
+    block_loop.install(model, memory, _StackPlaces(mesh, placements))
 
 
-def _attend(
-    q_BHSE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, scope: Scope, scale: float | None = None, cap: float | None = None, /
-) -> Tensor:
-    """`models.attention.Attend` by a function of arrays, in the format of matrix products."""
-    dtype, scoring = products_in(), Scoring(scope.window, scale, cap)
+@dataclass(frozen=True, slots=True)
+class _StackPlaces:
+    """Where the parameters of repeated blocks lie: their stack as they do, and those of a block whole over `shard` while it computes. Without the second,
+    the compiler may divide activations as a parameter is divided."""
+
+    mesh: Mesh
+    placements: Mapping[str, Placement]
+
+    def stacked(self, name: str, stack: jax.Array) -> jax.Array:
+        return jax.lax.with_sharding_constraint(stack, sharding(self.mesh, None, *self._dims(name)))
+
+    def gathered(self, name: str, value: jax.Array) -> jax.Array:
+        dims = [None if dim in ("shard", "expert_shard") else dim for dim in self._dims(name)]
+        return jax.lax.with_sharding_constraint(value, sharding(self.mesh, *dims))
+
+    def _dims(self, name: str) -> Sequence[str | None]:
+        return tuple(self.placements[name].value) if name in self.placements else ()
+
+
+def _kept(forward: Callable[..., Tensor], keep: Constrain, x_BSD: Tensor, *rest: Any) -> Tensor:
+    """A block whose argument and result, and so the gradients of both, lie where the residual stream does."""
+    out: Tensor = call_jax(keep, forward(call_jax(keep, x_BSD), *rest))
+    return out
+
+
+def _attend(devices: Devices, q_BHSE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, scope: Scope, /, *scores: float | None) -> Tensor:
+    """`models.attention.Attend` by a function of arrays, in the format of matrix products. `scores`: their scale and soft cap."""
+    dtype, scoring = products_in(), Scoring(scope.window, *scores)
 
     def run(q: jax.Array, k: jax.Array, v: jax.Array, documents: jax.Array | None) -> jax.Array:
         q, k, v = (x if dtype is None else x.astype(dtype) for x in (q, k, v))
-        return attend(q, k, v, documents, scoring)
+        return attend(q, k, v, documents, scoring, devices)
 
     out: Tensor = call_jax(run, q_BHSE, k_BKTE, v_BKTE, scope.documents)
     return out
@@ -64,7 +104,7 @@ def _attend(
 def _look_up(module: nn.Embedding, mesh: Mesh, keep: Constrain, tokens_BS: Tensor) -> Tensor:
     """Rows of a table of which every device first gets the rows of its tensor group: of a table that is divided further the compiler would
     gather everything that was looked up on every device."""
-    rows = "tensor" if module.num_embeddings % mesh.shape["tensor"] == 0 else None
+    rows = "tensor" if module.num_embeddings % mesh_size(mesh, "tensor") == 0 else None
     gathered = sharding(mesh, rows, None)
 
     def run(table_VD: jax.Array, tokens: jax.Array) -> jax.Array:
@@ -72,47 +112,3 @@ def _look_up(module: nn.Embedding, mesh: Mesh, keep: Constrain, tokens_BS: Tenso
 
     found: Tensor = call_jax(run, module.weight, tokens_BS)
     return found
-
-
-def _in_full_precision(forward: Callable[[Tensor], tuple[Tensor, Tensor]], x_BSD: Tensor) -> tuple[Tensor, Tensor]:
-    with full_precision():
-        return forward(x_BSD)
-
-
-def _recomputed(forward: Callable[..., Tensor], policy: Callable[..., bool], x_BSD: Tensor, *rest: Any) -> Tensor:
-    """A block whose backward computes it again, except for what the policy stores."""
-
-    def run(x: jax.Array) -> jax.Array:
-        return call_traced(forward, x, *rest)
-
-    out: Tensor = call_jax(jax.checkpoint(run, policy=policy), x_BSD)
-    return out
-
-
-def _dispatch(x_TD: Tensor, chosen_TK: Tensor, weights_TK: Tensor, experts: ExpertsLike, /) -> Tensor:
-    """Every token through its experts, all on the devices that hold the token: the compiler does not divide the sorted rows, so that
-    more devices do not have less work."""
-    dtype = products_in()
-
-    def run(x: jax.Array, chosen: jax.Array, weights: jax.Array, *matrices: jax.Array) -> jax.Array:
-        return through_experts(x, chosen, weights, dict(zip(("gate", "up", "down"), matrices, strict=True)), dtype)
-
-    parameters: Any = experts
-    y_TD: Tensor = call_jax(run, x_TD, chosen_TK, weights_TK, parameters.gate, parameters.up, parameters.down)
-    return y_TD
-
-
-def through_experts(
-    x_TD: jax.Array, chosen_TK: jax.Array, weights_TK: jax.Array, experts: Mapping[str, jax.Array], dtype: Any = None
-) -> jax.Array:
-    """The sum of each token's experts, by its weights. Rows are sorted by expert for one grouped product."""
-    dtype, active = dtype or x_TD.dtype, chosen_TK.shape[1]
-    chosen_R = chosen_TK.reshape(-1)
-    order_R = jnp.argsort(chosen_R, stable=True)
-    counts_E = jnp.zeros(len(experts["gate"]), jnp.int32).at[chosen_R].add(1)
-    gate_EDF, up_EDF, down_EFD = (experts[name].astype(dtype).swapaxes(1, 2) for name in ("gate", "up", "down"))
-    x_RD = x_TD.astype(dtype)[order_R // active]
-    inner_RF = jax.nn.silu(jax.lax.ragged_dot(x_RD, gate_EDF, counts_E)) * jax.lax.ragged_dot(x_RD, up_EDF, counts_E)
-    scaled_RF = inner_RF * weights_TK.reshape(-1)[order_R][:, None].astype(dtype)
-    y_RD = jax.lax.ragged_dot(scaled_RF, down_EFD, counts_E)
-    return jnp.zeros_like(x_TD).at[order_R // active].add(y_RD.astype(x_TD.dtype))

@@ -22,7 +22,7 @@ from jax import Array, lax
 class Ring(NamedTuple):
     """The devices and the scores. Static."""
 
-    axis: str
+    axes: tuple[str, ...]
     devices: int
     scale: float
     cap: float | None
@@ -107,7 +107,7 @@ _ring.defvjp(_forward, _backward)
 
 def _to_next(values: Any, ring: Ring) -> Any:
     pairs = [(device, (device + 1) % ring.devices) for device in range(ring.devices)]
-    return jax.tree.map(lambda value: lax.ppermute(value, ring.axis, pairs), values)
+    return jax.tree.map(lambda value: lax.ppermute(value, ring.axes, pairs), values)
 
 
 def _tiles(queries: _Places, keys: _Places, window: int | None) -> Iterator[_Tile]:

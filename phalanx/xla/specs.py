@@ -1,4 +1,5 @@
-"""Where each parameter lies: names of dimensions (`AXES` of the model) to axes of the device mesh. ZeRO is where gradients and moments lie."""
+"""Where each parameter lies: names of dimensions (`AXES` of the model) to degrees of the layout, which `xla/device_mesh` makes axes of the mesh. ZeRO is
+where gradients and moments lie."""
 
 from __future__ import annotations
 
@@ -28,8 +29,13 @@ def placements(shapes: Mapping[str, Sequence[int]], axes: Axes, layout: Layout, 
     """Of every parameter. Moments are divided over `shard` in any case, gradients with ZeRO-2 and 3, values with ZeRO-3."""
     found = {}
     for name, shape in shapes.items():
-        whole = _tensor_dims(shape, dim_names(name, axes), layout.tensor, spec)
-        sharded = _with_shard(shape, whole, layout.shard)
+        dims = dim_names(name, axes)
+        if "expert" in dims:
+            whole = _expert_dims(dims, layout)
+            sharded = _with_shard(shape, whole, "expert_shard", layout.expert_shard)
+        else:
+            whole = _tensor_dims(shape, dims, layout.tensor, spec)
+            sharded = _with_shard(shape, whole, "shard", layout.shard)
         values, gradients = (P(*(sharded if layout.zero >= stage else whole)) for stage in (3, 2))
         found[name] = Placement(values, gradients, P(*sharded))
     return found
@@ -38,7 +44,7 @@ def placements(shapes: Mapping[str, Sequence[int]], axes: Axes, layout: Layout, 
 def _tensor_dims(shape: Sequence[int], dims: Sequence[object], tensor: int, spec: ModelSpec) -> list[str | None]:
     """The dimension that the tensor axis divides: the first whose name says so and whose length is a multiple; heads stay whole."""
     cut: list[str | None] = [None] * len(shape)
-    if tensor == 1 or "expert" in dims:
+    if tensor == 1:
         return cut
     heads = {"heads": spec.heads, "kv_heads": spec.kv}
     for index, dim in enumerate(dims):
@@ -48,11 +54,18 @@ def _tensor_dims(shape: Sequence[int], dims: Sequence[object], tensor: int, spec
     return cut
 
 
-def _with_shard(shape: Sequence[int], cut: Sequence[str | None], shard: int) -> list[str | None]:
-    """One more dimension over `shard`: the first that is still whole and divides; else all devices of the axis hold the whole."""
+def _expert_dims(dims: Sequence[object], layout: Layout) -> list[str | None]:
+    """Of a stack of matrices, one for each expert."""
+    degrees = {"expert": layout.expert, "ffn": layout.expert_tensor}
+    names = {"expert": "expert", "ffn": "expert_tensor"}
+    return [names[str(dim)] if degrees.get(str(dim), 1) > 1 else None for dim in dims]
+
+
+def _with_shard(shape: Sequence[int], cut: Sequence[str | None], degree: str, devices: int) -> list[str | None]:
+    """One more dimension over these devices: the first that is still whole and divides; else all of them hold the whole."""
     sharded = list(cut)
     for index, length in enumerate(shape):
-        if shard > 1 and sharded[index] is None and length and length % shard == 0:
-            sharded[index] = "shard"
+        if devices > 1 and sharded[index] is None and length and length % devices == 0:
+            sharded[index] = degree
             break
     return sharded

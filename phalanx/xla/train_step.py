@@ -13,10 +13,11 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from phalanx.models.moe import MAX_STEP, MIN_RATE
-from phalanx.spec.run import Optimizer, Run
+from phalanx.spec.run import Run
 from phalanx.training.step_totals import GOOD, NOT_FINITE, SPIKE
 from phalanx.xla.device_mesh import SAMPLES, sharding
 from phalanx.xla.forward import Arrays, Model, Tokens, summed_losses
+from phalanx.xla.newton_schulz import orthogonalized, rate_factor
 
 
 class TrainArrays(NamedTuple):
@@ -24,9 +25,9 @@ class TrainArrays(NamedTuple):
 
     params: Arrays
     means: Arrays
-    """Adam's first moments."""
+    """AdamW's first moments, and the momentum of matrices that Muon updates."""
     squares: Arrays
-    """Adam's second moments."""
+    """AdamW's second moments."""
     buffers: Arrays
     """Persistent ones."""
     updates: jax.Array
@@ -77,12 +78,13 @@ class Shardings:
     @staticmethod
     def of(model: Model) -> Shardings:
         def all_of(kind: str) -> Any:
-            return {name: NamedSharding(model.mesh, getattr(placed, kind)) for name, placed in model.placements.items()}
+            return {name: sharding(model.mesh, *getattr(placed, kind)) for name, placed in model.placements.items()}
 
         whole: Any = sharding(model.mesh)
         moments = all_of("moments")
+        squares = {name: place for name, place in moments.items() if name not in model.by_muon}
         buffers = {name: whole for name in sorted(model.persistent)}
-        state = TrainArrays(params=all_of("value"), means=moments, squares=moments, buffers=buffers, updates=whole)
+        state = TrainArrays(params=all_of("value"), means=moments, squares=squares, buffers=buffers, updates=whole)
         return Shardings(state, sharding(model.mesh, None, SAMPLES, "context"))
 
 
@@ -109,7 +111,7 @@ def _step(
     finite = jnp.isfinite(loss) & jnp.isfinite(norm)
     spike = (loss > inputs.max_loss) | (norm > inputs.max_norm)
     verdict = jnp.where(finite, jnp.where(spike, SPIKE, GOOD), NOT_FINITE)
-    updated = _updated(model, run.optimizer, state, sums, (inputs.learning_rate, divisor))
+    updated = _updated(model, run, state, sums, (inputs.learning_rate, divisor))
     chosen = jax.tree.map(lambda new, old: jnp.where(verdict == GOOD, new, old), updated, state)
     kept = sums.gradients if keep_gradients else {}
     return chosen, StepResults(loss, sums.tokens, norm, verdict, sums.loads, kept)
@@ -117,7 +119,7 @@ def _step(
 
 def _accumulate(model: Model, capacity: float, state: TrainArrays, batch: Tokens) -> Sums:
     """Gradients of the global batch, divided by its capacity in tokens, as fp32 sums over the micro-batches."""
-    places = {name: NamedSharding(model.mesh, placed.gradient) for name, placed in model.placements.items()}
+    places = {name: sharding(model.mesh, *placed.gradient) for name, placed in model.placements.items()}
     counters = {f"{name}.counts": name for name in model.routers}
     fresh = {name: jnp.zeros(buffer.shape, buffer.dtype) for name, buffer in model.buffers.items() if name not in state.buffers}
 
@@ -144,14 +146,23 @@ def _accumulate(model: Model, capacity: float, state: TrainArrays, batch: Tokens
     return sums
 
 
-def _updated(model: Model, spec: Optimizer, state: TrainArrays, sums: Sums, scales: tuple[jax.Array, jax.Array]) -> TrainArrays:
-    """The state after AdamW. `scales`: the learning rate, and what every gradient is divided by."""
-    rate, divisor = scales
+def _updated(model: Model, run: Run, state: TrainArrays, sums: Sums, scales: tuple[jax.Array, jax.Array]) -> TrainArrays:
+    """The state after the optimizer. `scales`: the learning rate, and what every gradient is divided by."""
+    (rate, divisor), spec = scales, run.optimizer
     updates = state.updates + 1
     first, second = (1 - beta**updates for beta in (spec.beta1, spec.beta2))
     params, means, squares = {}, {}, {}
     for name, value in state.params.items():
         gradient = sums.gradients[name] / divisor
+        if name in model.by_muon:
+            momentum = state.means[name].astype(jnp.float32)
+            momentum += (1 - spec.momentum) * (gradient - momentum)
+            direction = gradient + spec.momentum * (momentum - gradient)  # Nesterov's
+            iterated = orthogonalized(direction.astype(jnp.bfloat16 if run.precision.newton_schulz == "bf16" else jnp.float32))
+            decayed = value * (1 - rate * spec.weight_decay)
+            params[name] = decayed - rate * rate_factor(model.shapes[name]) * iterated.astype(jnp.float32)
+            means[name] = momentum.astype(state.means[name].dtype)
+            continue
         mean = spec.beta1 * state.means[name].astype(jnp.float32) + (1 - spec.beta1) * gradient
         square = spec.beta2 * state.squares[name].astype(jnp.float32) + (1 - spec.beta2) * jnp.square(gradient)
         decay = spec.weight_decay if len(model.shapes[name]) >= 2 else 0.0  # matrices decay, norms and biases do not

@@ -3,61 +3,123 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
-from xla_engine import compile_without_constraint, compiled, devices, needs_xla, products, small_run
+from xla_engine import (
+    Program,
+    devices,
+    kernels,
+    needs_xla,
+    products,
+    programs,
+    programs_with_undivided_experts,
+    programs_without_constraint,
+    small_run,
+)
 
 from phalanx.spec.layout import Layout
-from phalanx.spec.model import ModelSpec, Moe
+from phalanx.spec.model import Mla, ModelSpec, Moe
 
 pytestmark = needs_xla
 
 MODEL = ModelSpec(dim=64, layers=1, heads=4, kv_heads=2, ffn=128, vocab=264, context=16)
 """Of sizes that eight devices divide, and large enough for products to be most of the work."""
+MOE = Moe(experts=8, active=2, ffn=32, shared=1, bias_rate=0.01, balance_loss=0.01)
+MLA = Mla(kv_rank=16, q_rank=16, nope_dim=16, rope_dim=8, value_dim=16)
+FAMILIES = {
+    "dense": replace(MODEL, layers=3),
+    "gpt": replace(MODEL, kv_heads=None, norm="layer", activation="gelu", positions="learned", bias=True, tied=True),
+    "window": replace(MODEL, layers=3, window=7, global_every=3),
+    "mla": replace(MODEL, kv_heads=None, mla=MLA),
+    "moe": replace(MODEL, layers=3, qk_norm=True, moe=replace(MOE, dense_layers=1)),
+    "mla-moe": replace(
+        MODEL, kv_heads=None, mla=MLA, moe=replace(MOE, router="sigmoid", scale=2.5, groups=4, active_groups=2, active=3)
+    ),
+}
 GRID = Layout(data=2, shard=2, tensor=2)
-LAYOUTS = [
-    GRID,
-    Layout(data=8),
-    Layout(data=1, shard=8),
-    Layout(data=2, shard=2, tensor=2, sequence=True),
-    Layout(data=1, shard=2, context=2, tensor=2, context_method="gather"),
-]
+LAYOUTS = {
+    "data 8": Layout(data=8),
+    "shard 8": Layout(data=1, shard=8),
+    "grid": GRID,
+    "sequence": replace(GRID, sequence=True),
+    "ring": Layout(data=1, shard=2, context=2, tensor=2),
+    "gather": Layout(data=2, shard=2, context=2, context_method="gather"),
+}
+EXPERT_LAYOUTS = {
+    "expert 2": replace(GRID, expert=2),
+    "expert 4": replace(GRID, expert=4),
+    "expert 4 of shard 8": Layout(data=1, shard=8, expert=4),
+    "expert 2, expert_tensor 2": Layout(data=1, shard=2, context=2, tensor=2, expert=2, expert_tensor=2),
+}
 
 
-def check_layout(layout: Layout, folder: Path) -> None:
-    """One device computes one sample of a micro-batch at a time, whose loop the compiler counts once; the devices of a replica share it."""
+def programs_of(model: ModelSpec, layouts: dict[str, Layout]) -> tuple[list[Program], str]:
+    """The step on one device and on those of each layout, and what the compiler said."""
     with devices() as pool:
-        alone = pool.alone(compiled, small_run(Layout(data=1), 1, model=MODEL), folder / "alone")
-        shared = pool.alone(compiled, small_run(layout, 1, model=MODEL), folder / "shared")
-        log = (pool.folder / "pool.log").read_text() + (pool.folder / "rank-0.log").read_text()
-    assert shared.flops <= 1.1 * alone.flops * layout.replicas / layout.ranks
-    assert shared.donated >= shared.arguments - 8 * 16 * 4 * 4 - 16  # all but the batch and three numbers
-    assert "Involuntary full rematerialization" not in log
+        found = pool.alone(programs, [small_run(layout, 1, model=model) for layout in (Layout(data=1), *layouts.values())])
+        return found, (pool.folder / "pool.log").read_text() + (pool.folder / "rank-0.log").read_text()
 
 
-def test_work_is_divided_and_memory_is_used_again(tmp_path: Path) -> None:
-    check_layout(Layout(data=1, shard=2, tensor=2), tmp_path)
+def assert_divided(found: list[Program], layouts: dict[str, Layout]) -> None:
+    alone, *shared = found
+    for (name, layout), program in zip(layouts.items(), shared, strict=True):
+        assert program.flops <= 1.1 * alone.flops / layout.ranks, (name, program.flops * layout.ranks / alone.flops)
+        assert program.donated == program.arguments - program.batch, (name, program)
+
+
+def test_work_is_divided_and_memory_is_used_again() -> None:
+    layouts = {"expert": Layout(data=1, shard=2, tensor=2, expert=2)}
+    found, said = programs_of(replace(FAMILIES["moe"], layers=1, moe=MOE), layouts)
+    assert_divided(found, layouts)
+    assert "Involuntary full rematerialization" not in said
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "layout", LAYOUTS, ids=lambda layout: f"{layout.data}-{layout.shard}-{layout.context}-{layout.tensor}-{layout.sequence}"
-)
-def test_eight_devices_share_the_work(layout: Layout, tmp_path: Path) -> None:
-    check_layout(layout, tmp_path)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_on_eight_devices(family: str) -> None:
+    layouts = LAYOUTS | (EXPERT_LAYOUTS if FAMILIES[family].moe is not None else {})
+    found, said = programs_of(FAMILIES[family], layouts)
+    assert_divided(found, layouts)
+    assert "Involuntary full rematerialization" not in said
 
 
 @pytest.mark.slow
 def test_a_missing_constraint_is_found() -> None:
     with devices() as pool:
-        pool.alone(compile_without_constraint, small_run(GRID, 1, model=MODEL))
+        pool.alone(programs_without_constraint, small_run(GRID, 1, model=MODEL))
         log = (pool.folder / "rank-0.log").read_text()
     assert "Involuntary full rematerialization" in log
 
 
+@pytest.mark.slow
+def test_an_undivided_dispatch_is_found() -> None:
+    model, layouts = replace(FAMILIES["moe"], layers=1, moe=MOE), {"expert 2": EXPERT_LAYOUTS["expert 2"]}
+    with devices() as pool:
+        alone = pool.alone(programs, [small_run(Layout(data=1), 1, model=model)])
+        found = pool.alone(programs_with_undivided_experts, small_run(layouts["expert 2"], 1, model=model))
+    with pytest.raises(AssertionError, match="expert 2"):
+        assert_divided([*alone, *found], layouts)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("platform", "expected"),
+    [
+        ("tpu", {"fwd": 1, "dq": 1, "dkv": 1}),
+        ("cuda", {"@__cudnn$fmhaScaleBiasSoftmax": 1, "@__cudnn$fmhaScaleBiasSoftmaxBackward": 1}),
+    ],
+)
+def test_the_step_has_the_kernels_of_the_platform(platform: str, expected: dict[str, int]) -> None:
+    """Three equal blocks are one, which a loop repeats: one kernel of the forward, and those of the backward."""
+    model = replace(MODEL, layers=3, heads=4, kv_heads=2, head_dim=64)
+    with devices() as pool:
+        found = pool.alone(kernels, small_run(GRID, 1, model=model, compute="bf16"), platform)
+    assert {name: sum(count for kernel, count in found.items() if name in kernel) for name in expected} == expected
+    assert sum(found.values()) == sum(expected.values())
+
+
 def test_products_are_in_the_format_of_the_run() -> None:
-    """Those of routers stay in fp32: two of the backward and one of the forward, in each of two blocks."""
+    """Those of routers stay in fp32: two of the backward and one of the forward, in the loop over two blocks."""
     layout = Layout(data=1, shard=2, tensor=2)
     sparse = replace(MODEL, layers=2, moe=Moe(experts=4, active=2, ffn=16, balance_loss=0.01))
     with devices() as pool:
@@ -66,4 +128,4 @@ def test_products_are_in_the_format_of_the_run() -> None:
         sparse_bf16 = pool.alone(products, small_run(layout, 1, model=sparse, compute="bf16"))
     assert set(dense) == {"f32 f32"} and set(dense_bf16) == {"bf16 bf16"}
     assert dense["f32 f32"] == dense_bf16["bf16 bf16"]
-    assert set(sparse_bf16) == {"bf16 bf16", "f32 f32"} and sparse_bf16["f32 f32"] == 6
+    assert set(sparse_bf16) == {"bf16 bf16", "f32 f32"} and sparse_bf16["f32 f32"] == 3
