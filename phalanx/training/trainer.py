@@ -17,6 +17,7 @@ from phalanx.events.heartbeat import Heartbeat
 from phalanx.events.records import (
     Evaluated,
     Event,
+    ModelPlaced,
     Sampled,
     Step,
     StepSkipped,
@@ -127,6 +128,9 @@ class Trainer(RunLoop):
     def tensors(self) -> dict[str, StateTensor]:
         """This rank's part of the live state by name: what is saved and restored."""
         return self.state.tensors()
+
+    def placement(self) -> ModelPlaced:
+        return self.state.placement()
 
     def _load_weights(self, *, resumed: bool = False) -> list[Event]:
         """Loads the weights that `model.from` names: into the model and into what is frozen; after a restored checkpoint only into the

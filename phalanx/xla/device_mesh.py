@@ -1,6 +1,8 @@
-"""The devices of a run as a mesh of JAX: an axis for each degree of the layout. The XLA engine has one process for all of them."""
+"""The devices of a run as a mesh of JAX: an axis for each degree of the layout. The devices of a process are neighbors in it."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import jax
 import numpy as np
@@ -17,7 +19,7 @@ SAMPLES = ("data", "shard")
 
 
 def device_mesh(layout: Layout) -> Mesh:
-    """The first devices of this process, in the order of the layout. Raises RunError if there are too few."""
+    """The first devices of all processes, in the order of the layout. Raises RunError if there are too few."""
     devices = jax.devices()
     if len(devices) < layout.ranks:
         raise RunError(
@@ -26,6 +28,11 @@ def device_mesh(layout: Layout) -> Mesh:
         )
     shape = (layout.data or 1, layout.shard, layout.context, layout.tensor)
     return Mesh(np.array(devices[: layout.ranks]).reshape(shape), AXES)
+
+
+def own_devices(mesh: Mesh) -> list[Any]:
+    """The devices of this process, in the order of the mesh."""
+    return [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
 
 
 def sharding(mesh: Mesh, *dims: str | tuple[str, ...] | None) -> NamedSharding:
