@@ -89,7 +89,7 @@ class Trainer(RunLoop):
     ):
         if run.engine.name != "torch":
             raise RunError(
-                f'engine.name = {toml(run.engine.name)} is for `phalanx train` and `phalanx verify`: set it to "torch" here.'
+                f'engine.name = {toml(run.engine.name)} has a trainer of its own, for `phalanx train` and `phalanx verify`: set it to "torch" here.'
             )
         super().__init__(run, plan, mesh, checkpoints, dataset, heartbeat)
         self.feed = BatchFeed(run, plan, mesh, self.data)

@@ -32,11 +32,15 @@ class ReplicaBlock:
 
     @staticmethod
     def of(mesh: Mesh) -> ReplicaBlock:
-        """The block of this process, of as many blocks as possible."""
+        """The block of this process."""
         processes = np.vectorize(lambda device: device.process_index)(mesh.devices)
-        rows = processes.reshape(mesh.shape["data"] * mesh.shape["shard"], -1)  # a row of devices for each replica
+        return ReplicaBlock.among(processes.reshape(mesh.shape["data"] * mesh.shape["shard"], -1), jax.process_index())
+
+    @staticmethod
+    def among(rows: npt.NDArray[Any], own: int) -> ReplicaBlock:
+        """The block of a process, of as many blocks as possible. `rows`: the process of each device, a row for each replica."""
         count = next(count for count in range(len(rows), 0, -1) if len(rows) % count == 0 and _apart(rows, count))
-        own, size = jax.process_index(), len(rows) // count
+        size = len(rows) // count
         index = int(np.argwhere(rows == own)[0][0]) // size
         return ReplicaBlock(index, count, counts=bool(rows[index * size, 0] == own))
 
