@@ -37,12 +37,24 @@ def devices() -> Iterator[PoolProcess]:
         yield pool
 
 
-def small_run(layout: Layout, steps: int, *, compute: Any = "fp32", model: ModelSpec | None = None) -> Run:
+def train_together(run: Run, folder: Path, until: int) -> Trained:
+    """As `train`, with the processes that the run asks for; what rank 0 has seen."""
+    processes = plan_of(run).processes
+    with PoolProcess(processes, timeout=1800.0) as pool:
+        trained: list[Trained] = pool.run(train, Layout(data=processes), run, folder, until)
+    assert all(other.losses == trained[0].losses and other.digests == trained[0].digests for other in trained)
+    return trained[0]
+
+
+def small_run(
+    layout: Layout, steps: int, *, compute: Any = "fp32", model: ModelSpec | None = None, each: int | None = None
+) -> Run:
+    """`each`: devices of each process; None: one process for all."""
     small = ModelSpec(dim=24, layers=1, heads=4, kv_heads=2, ffn=24, vocab=257, context=16, init_std=0.1)
     return Run(
         model=model or small,
         layout=layout,
-        engine=Engine(name="xla"),
+        engine=Engine(name="xla", devices_per_process=each),
         train=Train(batch=8, sequence_length=16, steps=steps, micro_batch=1),
         optimizer=Optimizer(learning_rate=1e-3, schedule="constant", eps=1e-4),
         precision=Precision(compute=compute),
@@ -57,6 +69,7 @@ def on_torch(run: Run) -> Run:
 
 def plan_of(run: Run) -> Plan:
     layout = replace(run.layout, data=run.layout.data or 1)
+    each = run.engine.devices_per_process or layout.ranks
     accumulation = run.batch // layout.replicas
     return Plan(
         layout=layout,
@@ -68,6 +81,7 @@ def plan_of(run: Run) -> Plan:
         parameters=1,
         flops_per_token=1.0,
         peak_flops=None,
+        devices_per_process=each if run.engine.name == "xla" else 1,
     )
 
 
@@ -75,18 +89,21 @@ def plan_of(run: Run) -> Plan:
 class Trained:
     losses: list[float]
     digests: list[str]
-    evaluated: float
+    evaluated: float | None
+    """None: the run was not trained to its end."""
     files: list[str]
 
 
 def train(mesh: Mesh, run: Run, folder: Path, until: int) -> Trained:
-    """Restores the newest checkpoint of a run directory, trains to a step with the run's engine, evaluates and saves."""
+    """Restores the newest checkpoint of a run directory, trains to a step with the run's engine and saves; evaluates at the end of the run."""
     trainer: Any
     if run.engine.name == "xla":
-        use_virtual_devices(DEVICES)
+        use_virtual_devices(run.engine.devices_per_process or DEVICES)
+        from phalanx.xla.join_processes import join
         from phalanx.xla.xla_trainer import XlaTrainer
 
-        trainer = XlaTrainer(run, plan_of(run), folder / "checkpoints")
+        join(mesh, plan_of(run))
+        trainer = XlaTrainer(run, plan_of(run), folder / "checkpoints", processes=mesh)
     else:
         from phalanx.training.trainer import Trainer
 
@@ -96,11 +113,11 @@ def train(mesh: Mesh, run: Run, folder: Path, until: int) -> Trained:
     steps: list[Step] = []
     while trainer.progress.step < until:
         steps.append(trainer.step())
-    evaluated = trainer.evaluate()
+    evaluated = trainer.evaluate() if trainer.finished else None
     saved = trainer.save()
     trainer.close()
     files = sorted(path.name for path in Path(saved.path).glob("*.safetensors"))
-    return Trained([step.loss for step in steps], [step.batch_digest for step in steps], evaluated.loss, files)
+    return Trained([step.loss for step in steps], [step.batch_digest for step in steps], evaluated and evaluated.loss, files)
 
 
 @dataclass(frozen=True)

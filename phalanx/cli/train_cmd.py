@@ -23,7 +23,7 @@ from phalanx.dashboard.progress import display
 from phalanx.events.log import EventLog, EventReader
 from phalanx.events.records import Event
 from phalanx.events.rundir import RunDir
-from phalanx.faults.grammar import Fault, check, expand_random, format_faults, parse
+from phalanx.faults.grammar import Fault, check, expand_random, format_faults, parse, program_problems
 from phalanx.host.env import torchrun_place, torchrun_store
 from phalanx.host.probe import this_machine
 from phalanx.launch.job import Job, first_events
@@ -112,8 +112,7 @@ def train(
         raise typer.Exit(_train_as_job(run, run_file.stem, request, chaos, dry_run=dry_run, json=json))
     if dry_run:
         raise typer.Exit(_show_only(run, run_file.stem, request, json=json))
-    train_on = _train_on_xla if run.engine.name == "xla" else _train
-    raise typer.Exit(train_on(run, run_file.stem, request, chaos, json=json))
+    raise typer.Exit(_train(run, run_file.stem, request, chaos, json=json))
 
 
 def _sweep(
@@ -164,44 +163,6 @@ def _train(run: Run, name: str, request: Request, chaos: str, *, json: bool) -> 
     return job.exit_code or 0
 
 
-def _train_on_xla(run: Run, name: str, request: Request, chaos: str, *, json: bool) -> int:
-    """Trains in this process, on all devices that JAX sees; returns the exit code."""
-    from phalanx.worker import xla_program
-
-    if chaos:
-        raise RunError('--chaos injects faults into ranks of the torch engine: remove it, or set engine.name = "torch".')
-    xla_program.check_installed()
-    with tokenizing(console) as progress:
-        prepared = prepare(run, name, request, progress=progress)
-    run, rundir = prepared.run, prepared.rundir
-    view = display(console, run.steps, run.watch.log_every, live=console.is_terminal)
-    console.print(f"run directory {rundir.path}{' (resumed)' if prepared.resumes else ''}", style="dim")
-    log, sinks = EventLog(rundir.events_file), SinkProcess.of(run, rundir)
-    try:
-        for event in first_events(prepared):
-            view.show(log.emit(event))
-        code = xla_program.train(run, prepared.plan, rundir, lambda event: view.show(log.emit(event)))
-    except PhalanxError as error:
-        print_error(error)  # the message suffices
-        code = 1
-    except Exception:
-        traceback.print_exc()
-        code = 1
-    finally:
-        view.close()
-        log.close()
-        rundir.release()  # as for everybody who looks, the run is over
-        if sinks is not None:
-            sinks.close()
-    summary = print_summary(rundir)
-    if code == RESUMABLE:
-        console.print("Stopped and saved. To resume, run the same command again.", style="yellow", soft_wrap=True)
-    elif code == NOT_SAVED:
-        console.print(_NOT_SAVED, style="yellow", soft_wrap=True)
-    finish(json, summary.to_json(rundir.path))
-    return code
-
-
 def _show_only(run: Run, name: str, request: Request, *, json: bool) -> int:
     """What the command would do without --dry-run."""
     with tokenizing(console) as progress:
@@ -232,8 +193,8 @@ def _show_only(run: Run, name: str, request: Request, *, json: bool) -> int:
 
 def _drawn_faults(faults: tuple[Fault, ...], prepared: Prepared) -> str:
     """All faults of the run in the grammar that its processes read, with random ones drawn."""
-    ranks, nodes, steps = prepared.plan.ranks, prepared.run.cluster.nodes, prepared.run.steps
-    refuse(check(faults, ranks, nodes, steps))
+    ranks, nodes, steps = prepared.plan.processes, prepared.run.cluster.nodes, prepared.run.steps
+    refuse([*check(faults, ranks, nodes, steps), *(program_problems(faults) if prepared.run.engine.name == "xla" else ())])
     return format_faults(expand_random(faults, steps=steps, ranks=ranks, nodes=nodes))
 
 
@@ -337,7 +298,7 @@ def _train_under_torchrun(place: Place, run_file: Path, overrides: list[str], re
     import torch
 
     from phalanx.parallel.mesh import disconnect
-    from phalanx.worker.rank import RankProgram, StopSignals
+    from phalanx.worker import rank, rank_process
 
     try:
         # The other ranks get the resolved run from rank 0: only one asks the Hugging Face hub what its names mean.
@@ -371,7 +332,7 @@ def _train_under_torchrun(place: Place, run_file: Path, overrides: list[str], re
     sinks = None if prepared is None else SinkProcess.of(prepared.run, rundir)
     log = EventLog(rundir.events_file)
     try:
-        code = RankProgram(run, rundir, StopSignals(), log.emit, also=show).train(plan, mesh)
+        code = rank.TorchrunRank(run, rundir, rank_process.StopSignals(), log.emit, also=show).train(plan, mesh)
     except PhalanxError as error:
         print_error(error)  # the message suffices
         code = 1
@@ -396,6 +357,8 @@ def _meet(place: Place, run: Run) -> Mesh:
 
     from phalanx.parallel.mesh import connect
 
+    if run.engine.name == "xla":
+        raise RunError('engine.name = "xla": torchrun starts ranks of the torch engine: use `phalanx train` alone.')
     device = run.cluster.device or ("cuda" if this_machine().gpus else "cpu")
     try:
         return connect(place, device, run.resilience.timeout)

@@ -304,9 +304,15 @@ class Agent(NodeServices):
         kept = self._kept.names if self._kept is not None and self._kept.generation == order.generation else {}
         names = {rank: kept.get(str(rank)) for rank in order.ranks_on(self.node)}
         survivors = {name for name in names.values() if name is not None}
-        for worker in self.workers.values():
-            if worker.rank is not None and worker.name not in survivors and worker.exit_code is None:
-                worker.kill()
+        replaced = [
+            worker
+            for worker in self.workers.values()
+            if worker.rank is not None and worker.name not in survivors and worker.exit_code is None
+        ]
+        for worker in replaced:
+            worker.kill()
+        if self.run.engine.name == "xla":  # its devices' memory must be free
+            await asyncio.gather(*(worker.gone.wait() for worker in replaced))
         free = iter(sorted(set(range(self.slots)) - {self.workers[name].slot for name in survivors if name in self.workers}))
         new = [rank for rank, name in names.items() if name is None]
         forked = dict(zip(new, await asyncio.gather(*(self._fork(next(free)) for _ in new)), strict=True))

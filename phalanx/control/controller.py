@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import signal
 import time
 from dataclasses import replace
 
@@ -217,6 +218,10 @@ class Controller(Control):
         if report.step is not None:
             generation.steps_of_dead.append(report.step)
         generation.dead.add(report.rank)
+        if report.code == -signal.SIGABRT and report.failure is None and self.agent.run.engine.name == "xla":
+            # XLA ends a process when its coordinator is gone: another one has died, or this will count as a lost connection.
+            generation.disconnected.setdefault(report.rank, "XLA has ended its process, as it does when it misses another one")
+            return
         self.state.events.append(worker_failure(report, generation.step, self.agent.rundir))
 
     def drop_link(self, node: int) -> None:

@@ -269,7 +269,7 @@ class ControllerState:
         assert self.generation is not None
         return Situation(
             wanted=self.wanted,
-            layout=self.generation.plan.layout,
+            layout=self.generation.plan.process_layout,
             assignment=self.generation.assignment,
             nodes=self.nodes(),
             history=self.history,
@@ -278,7 +278,7 @@ class ControllerState:
             settings=run.resilience,
             counts_steps=run.command.program is None,
             saves=run.checkpoint.save,
-            batch=run.batch if run.command.program is None else None,
+            batch=run.batch if run.command.program is None and self.generation.plan.devices_per_process == 1 else None,
         )
 
     @property
@@ -322,7 +322,7 @@ class Control:
 
     def __init__(self, agent: NodeServices, term: int):
         self.agent, self.term, self.settings = agent, term, agent.run.resilience
-        self.state = ControllerState(wanted=agent.plan.layout)
+        self.state = ControllerState(wanted=agent.plan.process_layout)
         self._deposed = False
         self._changed = asyncio.Event()
         self._last_heartbeat = time.monotonic()
@@ -562,7 +562,8 @@ def _by_node(assignment: Sequence[int], names: Mapping[int, str | None]) -> dict
 def copy_every(run: Run, plan: Plan, assignment: Sequence[int]) -> int | None:
     """Steps between two replicas of the state in host memory; None: no replicas.
 
-    As the run file says. By default after every step, if the loss of a rank or node would lose state and memory is plentiful.
+    As the run file says. By default after every step, if the loss of a rank or node would lose state and memory is plentiful. Processes of the
+    XLA engine have none.
     """
     if run.checkpoint.memory_every is not None and run.command.program is None:
         return run.checkpoint.memory_every
@@ -588,7 +589,7 @@ def _default_replica_bytes(run: Run, plan: Plan, assignment: Sequence[int]) -> f
     copies = run.checkpoint.memory_copies
     replicas_equal = run.optimizer.sync_every == 1  # otherwise replicas differ between synchronizations
     replicated = copies == 1 and replicas_equal and replicated_elsewhere(plan.layout, assignment)
-    if run.command.program is not None or run.resilience.restarts == 0 or replicated:
+    if run.command.program is not None or run.engine.name == "xla" or run.resilience.restarts == 0 or replicated:
         return None
     nodes, slots = len(set(assignment)), len(shm_slots.slots_for(run.resilience.check_every, plan.layout))
     # Each node holds the replicas of its own ranks and of its neighbors'.

@@ -225,18 +225,18 @@ class Preflight:
         """The plan and the nodes of its ranks, without rejected hosts. Ends the run if it cannot train without them."""
         state, plan = self._state, self._plan
         healthy = state.nodes(all_of_them=True)
-        if sum(healthy.values()) >= plan.ranks:
-            return plan, initial_assignment(plan.layout, healthy)
+        if sum(healthy.values()) >= plan.processes:
+            return plan, initial_assignment(plan.process_layout, healthy)
         lost = [Failure("node lost", None, None, self._reason(node), node) for node in self._slots if node not in healthy]
         trains = self._agent.run.command.program is None
         situation = Situation(
-            wanted=plan.layout,
-            layout=plan.layout,
-            assignment=initial_assignment(plan.layout, self._slots),
+            wanted=plan.process_layout,
+            layout=plan.process_layout,
+            assignment=initial_assignment(plan.process_layout, self._slots),
             nodes=healthy,
             settings=self._control.settings,
             counts_steps=trains,
-            batch=self._agent.run.batch if trains else None,
+            batch=self._agent.run.batch if trains and plan.devices_per_process == 1 else None,
         )
         action = decide(situation, lost, self._replanner.legal)
         if isinstance(action, NewGeneration) and (smaller := self._replanner.plan(action.layout)) is not None:

@@ -130,7 +130,9 @@ class Recovery:
         self._record.action, self._record.step_before, self._record.restarted = action.action, generation.step, None
         plan = self._replanner.plan(action.layout)
         assert plan is not None, "the policy chooses legal layouts only"
-        names = {rank: generation.names.get(old) for rank, old in enumerate(action.old) if old is not None}
+        # No process of the XLA engine outlives its generation (`worker/xla_rank`).
+        kept = enumerate(action.old if self._agent.run.engine.name == "torch" else ())
+        names = {rank: generation.names.get(old) for rank, old in kept if old is not None}
         state.dead = ()
         await self._control.begin(plan, action.assignment, names, source, save_only=self._save_only)
         state.recovery = self._record
@@ -265,11 +267,16 @@ class Replanner:
         return self.plan(layout) is not None
 
     def _choose(self, layout: Layout) -> Plan | None:
-        """The plan on a layout; None if the run cannot use it."""
+        """The plan on a layout, whose ranks are processes; None if the run cannot use it."""
         from phalanx.planning.planner import choose  # imports numpy, which a controller needs only to plan anew
 
-        if layout == self._plan.layout:
+        if layout == self._plan.process_layout:
             return self._plan
+        if self._plan.devices_per_process > 1:
+            data, odd = divmod((self._plan.layout.data or 1) * layout.ranks, self._plan.processes)
+            if odd or not data or layout.data != layout.ranks:
+                return None
+            layout = replace(self._plan.layout, data=data)
         if self._run.command.program is not None:
             return self._with_whole_nodes(layout)
         if self._run.optimizer.sync_every > 1 and layout.data != self._plan.layout.data:
@@ -278,6 +285,12 @@ class Replanner:
         # The batch stays the same, so a replica's share of it may not be a multiple of the requested micro-batch.
         train = replace(self._run.train, micro_batch=math.gcd(share, micro) if micro and share else micro)
         run = replace(self._run, layout=layout, train=train)
+        if run.engine.name == "xla":  # on fewer hosts, perhaps
+            run = replace(
+                run,
+                engine=replace(run.engine, devices_per_process=self._plan.devices_per_process),
+                cluster=replace(run.cluster, nodes=1),
+            )
         if next(iter(layout_findings(run)), None) is not None:
             return None
         try:

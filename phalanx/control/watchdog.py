@@ -80,7 +80,7 @@ class Watchdog:
         )
         state.recovery = None
         agent.spawn(discard_replicas(self._control, generation.number))
-        if generation.plan.layout != state.wanted:  # nodes with free slots may allow the run to grow
+        if generation.plan.process_layout != state.wanted:  # nodes with free slots may allow the run to grow
             free = {node for node, slots in state.nodes().items() if len(generation.ranks_on(node)) < slots}
             state.joined |= free | state.joined_during_recovery
         state.joined_during_recovery.clear()

@@ -10,7 +10,17 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
 Phase = Literal[
-    "starting", "building", "restoring", "data", "computing", "updating", "between", "evaluating", "saving", "ending"
+    "starting",
+    "building",
+    "restoring",
+    "data",
+    "computing",
+    "updating",
+    "between",
+    "evaluating",
+    "saving",
+    "ending",
+    "compiling",
 ]
 PHASES: tuple[str, ...] = get_args(Phase)
 

@@ -209,6 +209,23 @@ def check(faults: Iterable[Fault], ranks: int, nodes: int, steps: int) -> list[s
     return problems
 
 
+def program_problems(faults: Iterable[Fault]) -> list[str]:
+    """Sentences about faults that would change numbers inside of a step that is one compiled program, as one of the XLA engine is."""
+    problems = []
+    for fault in faults:
+        inside = [
+            kind
+            for kind in (fault.kinds or DEFAULT_KINDS if fault.kind == "random" else (fault.kind,))
+            if kind in ("nan", "corrupt")
+        ]
+        if inside:
+            remedy = "name other kinds with kinds=" if fault.kind == "random" else 'remove it, or set engine.name = "torch"'
+            problems.append(
+                f'--chaos: "{fault}": {either(inside)} cannot reach into a compiled step (engine.name = "xla"): {remedy}.'
+            )
+    return problems
+
+
 def needs_nodes(kind: str) -> bool:
     """Whether faults of this kind need several nodes."""
     return kind in ("drop-link", "miscompute") or kind.endswith("-node")

@@ -14,7 +14,7 @@ from phalanx.spec.plan import Place, Plan
 
 _NVML = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 """Querying GPUs through NVML does not initialize CUDA, so ranks can be forked afterwards."""
-_FORWARDED = ("AWS_", "AZURE_", "GOOGLE_", "FSSPEC_", "HF_", "WANDB_", "NCCL_", "GLOO_", "TORCH_", "PYTORCH_")
+_FORWARDED = ("AWS_", "AZURE_", "GOOGLE_", "FSSPEC_", "HF_", "WANDB_", "NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "JAX_", "XLA_")
 
 
 def torchrun_place() -> Place | None:

@@ -25,7 +25,7 @@ from phalanx.host.interfaces import address_of
 from phalanx.launch.launcher import StartedAgent
 from phalanx.launch.prepare import Examined, Prepared
 from phalanx.launch.registry_server import RegistryServer
-from phalanx.spec.errors import RunError, RunFailed, toml
+from phalanx.spec.errors import RunFailed
 from phalanx.watch.page_process import PageProcess
 from phalanx.watch.sink_process import SinkProcess
 
@@ -67,7 +67,7 @@ def agent_settings(prepared: Prepared, chaos: str) -> AgentSettings:
         files={path.name: path.read_text() for path in (rundir.run_file, rundir.plan_file)},
         registry=prepared.launcher.registry,
         nodes=nodes,
-        slots=-(-prepared.plan.ranks // max(1, nodes - run.resilience.spares)),
+        slots=-(-prepared.plan.processes // max(1, nodes - run.resilience.spares)),
         hosts=prepared.launcher.hosts,
         token=secrets.token_hex(32),
         bind=address_of(run.cluster.bind) or run.cluster.bind,
@@ -97,11 +97,6 @@ class Job:
 
     def __init__(self, prepared: Prepared, chaos: str = "", on_event: Callable[[Event], None] | None = None):
         """`on_event` is called with every event that is read."""
-        if prepared.run.engine.name != "torch":
-            prepared.rundir.release()
-            raise RunError(
-                f'engine.name = {toml(prepared.run.engine.name)} is for `phalanx train` and `phalanx verify`: set it to "torch" here.'
-            )
         self._on_event = on_event
         self.run, self.plan, self.rundir = prepared.run, prepared.plan, prepared.rundir
         self.exit_code: int | None = None

@@ -9,6 +9,7 @@ import os
 import shutil
 import socket
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 from phalanx.checkpointing import directory
@@ -53,7 +54,13 @@ _PADDING_NOTICE = 0.001  # fraction of padding below which it is not reported
 
 def missing_packages(run: Run) -> list[str]:
     """Packages that the run needs and that are not installed."""
-    return [
+    lacking = [name for name in ("jax", "torchax") if run.engine.name == "xla" and find_spec(name) is None]
+    engine = (
+        [f'engine.name = "xla" needs {" and ".join(lacking)}: install them with `pip install "phalanx[xla]"`.']
+        if lacking
+        else []
+    )
+    return engine + [
         f"{kind.key} needs the package {kind.package}, which is not installed: pip install 'phalanx[{kind.extra}]', "
         f"or {f'set {kind.key[: -len(_ON)]} = false' if kind.key.endswith(_ON) else f'remove {kind.key}'}."
         for kind in sinks_of(run.watch).values()
@@ -135,7 +142,7 @@ def node_problems(run: Run, plan: Plan, machine: Machine) -> list[str]:
             f"cluster.nodes = {nodes} on this machine would give the same GPUs to several nodes: remove the key, or set "
             'cluster.device = "cpu" to rehearse several nodes.'
         ]
-    if nodes - spares <= plan.ranks:
+    if nodes - spares <= plan.processes:
         return []
     without = f" - resilience.spares = {spares}" if spares else ""
     return [

@@ -132,7 +132,26 @@ def plan_run(run: Run, machine: Machine | None, ranks: int | None = None, size: 
 def _of_xla(planned: PlannedRun, run: Run) -> PlannedRun:
     """The layout as given. The cost model knows only what the torch engine does: it promises nothing, and opens no choice for another engine."""
     memory = replace(planned.run.memory, compile=None, cuda_graphs=None, loss_chunk=run.memory.loss_chunk, offload="none")
-    return replace(planned, run=replace(planned.run, memory=memory), plan=replace(planned.plan, promise=None))
+    each = devices_per_process(planned.run, planned.plan.ranks)
+    made = replace(planned.plan, promise=None, devices_per_process=each)
+    return replace(planned, run=replace(planned.run, memory=memory), plan=made)
+
+
+def devices_per_process(run: Run, devices: int) -> int:
+    """Devices of each process of an XLA run: those of a host, unless the run file says otherwise. RunError where they do not come out even."""
+    hosts, given = max(1, run.cluster.nodes - run.resilience.spares), run.engine.devices_per_process
+    on_host, odd = divmod(devices, hosts)
+    if odd:
+        raise RunError(
+            f"cluster.nodes = {run.cluster.nodes}: {devices} devices do not divide among {hosts} hosts, and a process of the XLA engine has devices of "
+            "one host: change cluster.nodes, or a degree of [layout] such as layout.data."
+        )
+    if given is not None and on_host % given:
+        raise RunError(
+            f"engine.devices_per_process = {given} does not divide the {on_host} devices of {'the' if hosts == 1 else 'a'} host: set it to a divisor, or "
+            "remove it for one process on each host."
+        )
+    return given or on_host
 
 
 def keep_layout(

@@ -12,6 +12,7 @@ from phalanx.events.heartbeat import Beat
 
 _STEPS = 30  # steps whose median is the usual duration
 _SUSPICIOUS = 8.0  # a step that takes this many times the usual duration is suspicious
+_COMPILE_SECONDS = 3600.0  # timeout of a compiler, which shows no progress
 _RARE_SECONDS = 60.0  # least timeout of evaluating and saving, whose durations vary
 
 _WINDOW = 20  # steps over which ranks are compared
@@ -56,6 +57,8 @@ class ProgressTimeouts:
 
     def timeout(self, phase: str, floor: float) -> float:
         """Seconds without progress in this phase after which a hang is suspected."""
+        if phase == "compiling":
+            return max(floor, self._timeout, _COMPILE_SECONDS)
         if self.step is None or phase in ("starting", "building", "restoring", "ending"):
             return max(floor, self._timeout)
         if phase in self._longest:

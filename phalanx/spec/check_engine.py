@@ -41,8 +41,6 @@ _XLA = (
     Refusal("memory.compile", (None,), "compiles the whole step in any case", "remove it"),
     Refusal("memory.cuda_graphs", (None,), "compiles the whole step in any case", "remove it"),
     Refusal("layout.pipeline", (1,), "divides no layers among devices", "set it to 1 and raise layout.shard"),
-    Refusal("cluster.nodes", (1,), "is one process on one host", "set it to 1"),
-    Refusal("cluster.launcher", ("local",), "is one process on this host", "remove it"),
     Refusal("checkpoint.memory_every", (None,), "keeps no copies in host memory", "remove it"),
     Refusal("checkpoint.export_hf", (False,), "does not export while it trains", "remove it and use `phalanx export`"),
     Refusal("watch.timeline", (False,), "is one compiled program, whose parts it does not see", "remove it"),
@@ -53,6 +51,8 @@ _XLA = (
 def engine_problems(run: Run) -> Iterator[str]:
     """What the run's engine does not compute."""
     if run.engine.name == "torch":
+        if run.engine.devices_per_process is not None:
+            yield '$engine.devices_per_process is set, but the torch engine has a process for each device: remove it, or set engine.name = "xla".'
         return
     for refusal in _XLA:
         value = KEYS[refusal.key].of(run)

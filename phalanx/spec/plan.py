@@ -153,12 +153,24 @@ class Plan:
     """The machine it was made for, in words. A run with an open layout keeps the plan when it resumes on the same machine."""
     promise: Promise | None = field(default=None, hash=False)
     """None: nothing is promised, as for a custom module, whose shape the cost model does not know."""
+    devices_per_process: int = 1
+    """Devices, which are the ranks of the layout, of each process. More than one only with the XLA engine."""
     placement: JsonObject | None = field(default=None, hash=False)
     """Which ranks share a node, a rail, a pipeline; `planning/placement` writes it. None in plans of older versions."""
 
     @property
     def ranks(self) -> int:
         return self.layout.ranks
+
+    @property
+    def processes(self) -> int:
+        """Processes of the run: what a cluster starts, watches and restarts."""
+        return self.ranks // self.devices_per_process
+
+    @property
+    def process_layout(self) -> Layout:
+        """The layout as the control plane sees it, whose ranks are processes: of processes with several devices it knows only how many there are."""
+        return self.layout if self.devices_per_process == 1 else Layout(data=self.processes)
 
     def to_json(self) -> str:
         return json.dumps(asdict(self) | {"ranks": self.ranks}, indent=2) + "\n"

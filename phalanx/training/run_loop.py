@@ -16,6 +16,7 @@ from phalanx.events.records import (
     Evaluated,
     Event,
     Finished,
+    ModelPlaced,
     Restored,
     Rewound,
     Sampled,
@@ -97,6 +98,10 @@ class RunLoop(ABC):
     @abstractmethod
     def reference_logits(self) -> ReferenceLogits:
         """The logits that an export of the present state must reproduce."""
+
+    @abstractmethod
+    def placement(self) -> ModelPlaced:
+        """What a device of this process holds, read from the tensors themselves."""
 
     @abstractmethod
     def _load_weights(self, *, resumed: bool = False) -> list[Event]:

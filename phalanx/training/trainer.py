@@ -17,6 +17,7 @@ from phalanx.events.heartbeat import Heartbeat
 from phalanx.events.records import (
     Evaluated,
     Event,
+    ModelPlaced,
     Sampled,
     Step,
     StepSkipped,
@@ -88,7 +89,7 @@ class Trainer(RunLoop):
     ):
         if run.engine.name != "torch":
             raise RunError(
-                f'engine.name = {toml(run.engine.name)} is for `phalanx train` and `phalanx verify`: set it to "torch" here.'
+                f'engine.name = {toml(run.engine.name)} has a trainer of its own, for `phalanx train` and `phalanx verify`: set it to "torch" here.'
             )
         super().__init__(run, plan, mesh, checkpoints, dataset, heartbeat)
         self.feed = BatchFeed(run, plan, mesh, self.data)
@@ -127,6 +128,9 @@ class Trainer(RunLoop):
     def tensors(self) -> dict[str, StateTensor]:
         """This rank's part of the live state by name: what is saved and restored."""
         return self.state.tensors()
+
+    def placement(self) -> ModelPlaced:
+        return self.state.placement()
 
     def _load_weights(self, *, resumed: bool = False) -> list[Event]:
         """Loads the weights that `model.from` names: into the model and into what is frozen; after a restored checkpoint only into the

@@ -202,6 +202,11 @@ class CampaignReport:
 
 def campaign(run: Run, *, steps: int | None = None, faults: int | None = None, seed: int = 0) -> Campaign:
     """The standard faults, or `faults` random ones, on a small run of the same family. Raises RunError if they do not fit."""
+    if run.engine.name == "xla":
+        raise RunError(
+            '--chaos plants faults inside of steps, and compares states in memory, which engine.name = "xla" has not: use `phalanx train --chaos '
+            '"kill rank=0 step=6"\', or set engine.name = "torch".'
+        )
     steps = steps or max(STEPS, 5 * (faults or 0))
     if faults is None and steps < STEPS:
         raise RunError(

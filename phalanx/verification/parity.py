@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
+from itertools import chain
 from tempfile import mkdtemp
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 from phalanx.models.attention import attend_locally
 from phalanx.parallel.mesh import Mesh
 from phalanx.spec.errors import RunError
+from phalanx.spec.layout import Layout
 from phalanx.spec.run import Run
 from phalanx.verification import step_cost as accounts
 from phalanx.verification.cases import MAX_RANKS, Case, Gpus, generate_layouts, make_case
@@ -170,6 +172,10 @@ def sweep(
 ) -> Iterator[Report]:
     """Verifies generated layouts in one pool of ranks, with a report for each. `pool`: see `verify`."""
     most = ranks or MAX_RANKS
+    if run.engine.name == "xla":  # JAX takes a number of devices, and of processes, once in the life of a process
+        for generated in generate_layouts(run, most, count=count, gpus=gpus):
+            yield prove(make_case(generated, ranks=most, steps=steps, gpus=gpus), pool=pool)
+        return
     with _pool_for(run, most, "cuda" if gpus else "cpu", pool) as opened:
         references: References = {}
         for generated in generate_layouts(run, most, count=count, gpus=gpus):
@@ -184,7 +190,7 @@ def prove(
     if case.run.engine.name == "xla" and case.gpus:
         raise RunError('--device cuda puts ranks of the torch engine on GPUs: remove it, or set engine.name = "torch".')
     references = {} if references is None else references
-    with _pool_for(case.run, case.layout.ranks, case.plan.device, pool) as opened:
+    with _pool_for(case.run, case.plan.processes, case.plan.device, pool) as opened:
         case = replace(case, folder=mkdtemp(dir=opened.folder))
         local = case.layout.data if case.run.optimizer.sync_every > 1 else None
         key = (case.reference, case.reference_plan, case.steps, local)
@@ -193,7 +199,7 @@ def prove(
             if key not in references:
                 references[key] = opened.alone(train_reference, case, opened.folder / f"reference-{len(references)}.pt")
             results = (
-                opened.alone(compare_devices, case, references[key])
+                list(chain(*opened.run(compare_devices, Layout(data=case.plan.processes), case, references[key])))
                 if on_xla
                 else opened.run(compare_rank, case.layout, case, references[key], account)
             )
@@ -216,10 +222,10 @@ def prove(
 
 
 def _pool_for(run: Run, ranks: int, device: str, pool: Pool | type[Pool]) -> AbstractContextManager[Pool]:
-    """The caller's pool, which stays open, or a new one. The XLA engine has one process, which compiles for as long as it takes."""
+    """The caller's pool, which stays open, or a new one. Processes of the XLA engine compile for as long as it takes."""
     if not isinstance(pool, type):
         return nullcontext(pool)
-    return pool(1, COMPILE_SECONDS) if run.engine.name == "xla" else pool(ranks, device=device)
+    return pool(ranks, COMPILE_SECONDS) if run.engine.name == "xla" else pool(ranks, device=device)
 
 
 def _placement(case: Case, results: list[RankResult], reference: Reference) -> Iterator[Comparison]:

@@ -1,8 +1,9 @@
-"""The XLA engine's side of a proof: a process whose CPU stands for all devices of a layout, compared with the reference device by device. Runs in a
-process that has not imported JAX before."""
+"""The XLA engine's side of a proof: processes whose CPUs stand for the devices of a layout, compared with the reference device by device. Runs in
+processes that have not imported JAX before."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from phalanx.spec.tensor_slice import TensorSlice
 from phalanx.verification.cases import Case
 from phalanx.verification.compare_steps import RankResult, compare_records
 from phalanx.verification.reference import Reference, ShardValue, StepRecord
+from phalanx.verification.tolerance import Comparison
 
 if TYPE_CHECKING:
     from phalanx.xla.xla_trainer import XlaTrainer
@@ -28,28 +30,46 @@ COMPILE_SECONDS = 1800.0
 
 
 def compare_devices(mesh: Mesh, case: Case, reference: Reference) -> list[RankResult]:
-    """Trains on all devices of the case and compares each step of each device with the reference. `mesh`: of this single process."""
-    use_virtual_devices(case.layout.ranks)
+    """Trains on the devices of the case and compares each step of those of this process with the reference. `mesh`: of all processes."""
+    use_virtual_devices(case.plan.devices_per_process)
+    from phalanx.xla.join_processes import join
     from phalanx.xla.xla_trainer import XlaTrainer
 
+    join(mesh, case.plan)
     (theirs,) = torch.load(reference.path, weights_only=False, mmap=True)
-    trainer = XlaTrainer(case.run, case.plan, Path(case.folder) / "devices" / "checkpoints")
+    trainer = XlaTrainer(case.run, case.plan, Path(case.folder) / "devices" / "checkpoints", processes=mesh)
     trainer.keeps_gradients = True
     trainer.build()
-    results = [RankResult() for _ in range(case.layout.ranks)]
+    results: dict[int, RankResult] = {}
     for their in theirs:
-        for rank, ours in enumerate(_records(trainer, their.step)):
-            results[rank].comparisons += compare_records(ours, their, rank)
-            results[rank].shards = {name: shard for name, (_, shard) in ours.parameters.items()}
-    for result in results:
+        for rank, ours in _records(trainer, their.step):
+            result = results.setdefault(rank, RankResult())
+            result.comparisons += compare_records(ours, their, rank)
+            result.shards = {name: shard for name, (_, shard) in ours.parameters.items()}
+    for result in results.values():
         result.split = _divided_axes(trainer)
         result.attends_remotely = _divides_positions(trainer)
+    next(iter(results.values())).comparisons.append(_held_bytes(trainer))
     trainer.close()
-    return results
+    return list(results.values())
 
 
-def _records(trainer: XlaTrainer, step: int) -> Iterator[StepRecord]:
-    """What each device holds after this step, which is taken here; step 0 is before the first."""
+def _held_bytes(trainer: XlaTrainer) -> Comparison:
+    """Whether this process holds as many bytes of parameters and moments as the layout gives its devices: no process may hold what is others'."""
+    state, model, held, due = trainer.state, trainer.model, 0, 0.0
+    for arrays, kind in ((state.params, "value"), (state.means, "moments"), (state.squares, "moments")):
+        for name, array in arrays.items():
+            parts = math.prod(model.mesh.shape[axis] for axis in getattr(model.placements[name], kind) if axis is not None)
+            due += trainer.plan.devices_per_process * array.size * array.dtype.itemsize / parts
+            held += sum(shard.data.nbytes for shard in array.addressable_shards)
+    what = f"process {trainer.mesh.rank} holds {held:,} bytes of the state, and its devices have {due:,.0f}"
+    return Comparison("placement", 0, what, trainer.mesh.rank, abs(held - due))
+
+
+def _records(trainer: XlaTrainer, step: int) -> Iterator[tuple[int, StepRecord]]:
+    """What each device of this process holds after this step, which is taken here; step 0 is before the first. With the device's number."""
+    from phalanx.xla.device_mesh import own_devices
+
     record = StepRecord(step)
     gradients: Mapping[str, Any] = {}
     if step:
@@ -59,8 +79,10 @@ def _records(trainer: XlaTrainer, step: int) -> Iterator[StepRecord]:
         batch = "" if isinstance(event, StepSkipped) else f"{event.tokens} {event.batch_digest}"
         record = StepRecord(step, loss=event.loss, norm=event.grad_norm, batch=batch, skipped=skipped)
     parameters = trainer.state.params | trainer.state.buffers
-    for device in trainer.model.mesh.devices.flat:
-        yield replace(record, gradients=_on(device, gradients), parameters=_on(device, parameters))
+    everywhere = list(trainer.model.mesh.devices.flat)
+    for device in own_devices(trainer.model.mesh):
+        record = replace(record, gradients=_on(device, gradients), parameters=_on(device, parameters))
+        yield everywhere.index(device), record
 
 
 def _on(device: Any, arrays: Mapping[str, Any]) -> dict[str, ShardValue]:

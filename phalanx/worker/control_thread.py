@@ -1,5 +1,5 @@
 """The thread of a rank that receives orders from the node's agent while the main thread trains, and interrupts the main thread when its
-generation is over, wherever it is blocked. Used by `worker/rank`."""
+generation is over, wherever it is blocked. Used by `worker/rank_process`."""
 
 from __future__ import annotations
 
@@ -48,6 +48,7 @@ class ControlThread:
         """Whether the main thread must not be interrupted now."""
         self.on_stop: Callable[[str], None] = lambda reason: None
         self.on_pause: Callable[[], None] = lambda: None
+        self.on_halt: Callable[[int], None] = lambda generation: None
         self.on_observe: Callable[[Observe], None] = lambda order: None
         self.locate: Callable[[], HangReport] = HangReport
         self._main_thread = threading.get_ident()
@@ -91,6 +92,7 @@ class ControlThread:
     def _handle(self, order: Any) -> None:
         match order:
             case protocol.Halt():
+                self.on_halt(order.generation)
                 self.halted = max(self.halted, order.generation)
                 self.orders.put(order)
                 threading.Thread(target=self._interrupt, name="interrupt", daemon=True).start()

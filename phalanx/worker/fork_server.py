@@ -18,9 +18,13 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from phalanx.host.process_tree import STOP_SIGNALS, die_with, unblock_stop_signals
+
+if TYPE_CHECKING:
+    from phalanx.events.rundir import RunDir
+    from phalanx.spec.run import Run
 
 _MAX_PACKET = 65536  # bytes
 
@@ -40,8 +44,11 @@ def main() -> None:
         from phalanx.worker.program_rank import CommandRank
 
         _serve(control, agent, lambda connection: CommandRank(connection, run, rundir).serve())
-    from phalanx.worker import rank
+    if run.engine.name == "xla":
+        _serve_xla(control, agent, run, rundir)
     from phalanx.worker.control_thread import ControlThread
+    from phalanx.worker.rank import Rank
+    from phalanx.worker.rank_process import StopSignals
 
     # What every rank would import otherwise when it builds the model and takes its first step, if the run needs it: each takes a second.
     if not run.model.is_builtin:
@@ -56,9 +63,26 @@ def main() -> None:
     on_gpus = Plan.from_json(rundir.plan_file.read_text()).device != "cpu"  # whose kernels are operations of `phalanx/kernels`
     if fully_sharded or run.layout.context > 1 or run.memory.compile or run.memory.recomputes or on_gpus:
         import torch._dynamo  # noqa: F401
-    signals = rank.StopSignals()  # inherited by the ranks, so that an early stop signal is not lost
+    signals = StopSignals()  # inherited by the ranks, so that an early stop signal is not lost
     gc.freeze()  # keeps the pages of everything loaded now shared: the garbage collector never touches them
-    _serve(control, agent, lambda connection: rank.Rank(ControlThread(connection), run, rundir, signals).serve())
+    _serve(control, agent, lambda connection: Rank(ControlThread(connection), run, rundir, signals).serve())
+
+
+def _serve_xla(control: socket.socket, agent: int, run: Run, rundir: RunDir) -> NoReturn:
+    """As `main`, for processes of the XLA engine. JAX is imported here and used only in them: it starts threads, which a fork loses."""
+    from phalanx.host.env import use_virtual_devices
+    from phalanx.spec.plan import Plan
+
+    plan = Plan.from_json(rundir.plan_file.read_text())
+    if plan.device == "cpu":
+        use_virtual_devices(plan.devices_per_process)
+    from phalanx.worker.control_thread import ControlThread
+    from phalanx.worker.rank_process import StopSignals
+    from phalanx.worker.xla_rank import XlaRank
+
+    signals = StopSignals()
+    gc.freeze()
+    _serve(control, agent, lambda connection: XlaRank(ControlThread(connection), run, rundir, signals).serve())
 
 
 def _serve(control: socket.socket, agent: int, work: Callable[[socket.socket], int]) -> NoReturn:

@@ -14,7 +14,7 @@ from phalanx.events.records import Event, Profiled
 from phalanx.events.rundir import RunDir
 from phalanx.observe.step_recorders import Recorder, TraceRecorder, memory_recorder
 from phalanx.training.hooks.step_profile import StepProfile
-from phalanx.training.trainer import Trainer
+from phalanx.training.run_loop import RunLoop
 
 _WRITE_SECONDS = 120.0  # for files that are not complete when the run ends
 
@@ -34,7 +34,7 @@ class RankRequests:
         """Called by the control thread."""
         self._asked = order
 
-    def between_steps(self, trainer: Trainer) -> None:
+    def between_steps(self, trainer: RunLoop) -> None:
         """Take up a request, and end one whose steps are taken. While nobody asks, this does nothing."""
         if self._asked is not None:
             order, self._asked = self._asked, None
@@ -42,7 +42,7 @@ class RankRequests:
         if self._hook is not None and self._hook.done:
             self._end(trainer)
 
-    def _begin(self, order: Observe, trainer: Trainer) -> None:
+    def _begin(self, order: Observe, trainer: RunLoop) -> None:
         if self._hook is not None:
             self._answer(order, "another request is under way on this rank")
             return
@@ -54,7 +54,7 @@ class RankRequests:
         trainer.hooks.add(hook)
         self._order, self._hook = order, hook
 
-    def _end(self, trainer: Trainer) -> None:
+    def _end(self, trainer: RunLoop) -> None:
         assert self._hook is not None and self._order is not None
         hook, order = self._hook, self._order
         self._hook = self._order = None
@@ -94,7 +94,7 @@ class RankRequests:
     def _answer(self, order: Observe, problem: str = "") -> None:
         self._report(Observed(generation=order.generation, request=order.request.id, problem=problem))
 
-    def finish(self, trainer: Trainer) -> None:
+    def finish(self, trainer: RunLoop) -> None:
         """The training of this rank has ended."""
         self.between_steps(trainer)
         if self._hook is not None and self._order is not None:

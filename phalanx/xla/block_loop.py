@@ -124,7 +124,7 @@ class Repeated:
                     for name, count in of_block.items():
                         block.get_buffer(name).add_(count)
         self._arguments = []
-        return out  # type: ignore[no-any-return]
+        return out
 
     def _repeat(self, x: jax.Array, layers: list[list[Values]]) -> tuple[jax.Array, list[list[Values]]]:
         """The stream after all blocks, and what routers counted in each."""

@@ -1,9 +1,10 @@
-"""The devices of a run as a mesh of JAX: an axis for each degree of the layout, and further ones where experts regroup the devices. The XLA engine has
-one process for all of them."""
+"""The devices of a run as a mesh of JAX: an axis for each degree of the layout, and further ones where experts regroup the devices. The devices of a
+process are neighbors in it."""
 
 from __future__ import annotations
 
 from math import gcd, prod
+from typing import Any
 
 import jax
 import numpy as np
@@ -25,7 +26,7 @@ _REGROUPED = ("expert_tensor", "expert")
 
 
 def device_mesh(layout: Layout) -> Mesh:
-    """The first devices of this process, in the order of the layout. Raises RunError if there are too few."""
+    """The first devices of all processes, in the order of the layout. Raises RunError if there are too few."""
     devices = jax.devices()
     if len(devices) < layout.ranks:
         raise RunError(
@@ -95,6 +96,11 @@ def zigzag(length: int, devices: int) -> npt.NDArray[np.int32]:
         raise ValueError(f"{devices} devices cannot share {length} positions in {2 * devices} equal pieces.")
     pieces = whole.reshape(2 * devices, -1)
     return pieces[[piece for index in range(devices) for piece in (index, 2 * devices - 1 - index)]].reshape(-1)
+
+
+def own_devices(mesh: Mesh) -> list[Any]:
+    """The devices of this process, in the order of the mesh."""
+    return [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
 
 
 def sharding(mesh: Mesh, *dims: str | tuple[str, ...] | None) -> NamedSharding:

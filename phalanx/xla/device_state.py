@@ -3,7 +3,7 @@ process hold is ever made here."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 from jax.sharding import Sharding
 from torch import Tensor
 
-from phalanx.checkpointing.state_tensor import StateTensor
+from phalanx.checkpointing.state_tensor import NO_REPLICAS, ReplicaGroup, StateTensor
 from phalanx.models import init
 from phalanx.spec.run import Run
 from phalanx.spec.tensor_slice import Box, Index, TensorSlice
@@ -102,6 +102,8 @@ class DeviceBox:
     box: Box
     device: Any
     dtype: torch.dtype
+    is_ours: bool = True
+    """This process writes it to checkpoints; else another one does, whose device comes first."""
     written: Tensor | None = field(default=None, repr=False)
 
     def read(self, into: Tensor | None = None) -> Tensor:
@@ -123,17 +125,17 @@ class DeviceBoxes:
 
     def __init__(self, arrays: Mapping[str, jax.Array]):
         self._arrays = dict(arrays)
-        self._boxes = {name: dict(_first_holders(array)) for name, array in arrays.items()}
+        self._boxes = {name: _own_boxes(array) for name, array in arrays.items()}
 
     def by_device(self) -> list[dict[str, StateTensor]]:
         """The state tensors of each device, in the order of the devices; each becomes a file of a checkpoint."""
-        held = {device for array in self._arrays.values() for device in _devices(array)}
-        devices = sorted(held, key=lambda device: device.id)
+        held = {device for array in self._arrays.values() for device in array.sharding.addressable_devices}
+        devices: list[Any] = sorted(held, key=lambda device: device.id)
         files: dict[Any, dict[str, StateTensor]] = {device: {} for device in devices}
         for name, boxes in self._boxes.items():
             for box in boxes.values():
                 part = TensorSlice(tuple(self._arrays[name].shape), (box.box,))
-                files[box.device][name] = StateTensor(box, part)
+                files[box.device][name] = StateTensor(box, part, NO_REPLICAS if box.is_ours else _WRITTEN_ELSEWHERE)
         return list(files.values())
 
     def assembled(self) -> dict[str, jax.Array]:
@@ -145,18 +147,20 @@ class DeviceBoxes:
         }
 
 
-def _devices(array: jax.Array) -> set[Any]:
-    return set(array.sharding.device_set)
+_WRITTEN_ELSEWHERE = ReplicaGroup(key=("another process",), count=0)
 
 
-def _first_holders(array: jax.Array) -> Iterator[tuple[Box, DeviceBox]]:
-    seen = set()
+def _own_boxes(array: jax.Array) -> dict[Box, DeviceBox]:
+    """What the devices of this process hold of an array, with the first of them that holds it."""
+    own: dict[Box, DeviceBox] = {}
+    first: set[Box] = set()
     placed: list[Any] = sorted(array.sharding.devices_indices_map(array.shape).items(), key=lambda pair: pair[0].id)
     for device, index in placed:
         box = box_of(index, array.shape)
-        if box not in seen:
-            seen.add(box)
-            yield box, DeviceBox(array, box, device, _TORCH[str(array.dtype)])
+        if device in array.sharding.addressable_devices and box not in own:
+            own[box] = DeviceBox(array, box, device, _TORCH[str(array.dtype)], is_ours=box not in first)
+        first.add(box)
+    return own
 
 
 def _assembled(array: jax.Array, boxes: Mapping[Box, DeviceBox]) -> jax.Array:

@@ -1,5 +1,5 @@
-"""The trainer of the XLA engine: one process for all devices of a layout. Its loop, events and checkpoints are those of `training/trainer`; a step is one
-compiled function."""
+"""The trainer of the XLA engine: one process for all devices of a layout, or for some of them. Its loop, events and checkpoints are those of
+`training/trainer`; a step is one compiled function, which all processes call together."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import torch
 
@@ -32,9 +31,10 @@ from phalanx.training.expert_loads import RecentLoads
 from phalanx.training.hooks import StepHook
 from phalanx.training.run_loop import RunLoop
 from phalanx.training.run_progress import step_record
-from phalanx.training.step_totals import Outcome
+from phalanx.training.step_totals import PAUSE, STOP, Outcome
 from phalanx.transforms.precision import LossScale
 from phalanx.xla.compiled import CompiledStep, compile_step, measuring
+from phalanx.xla.device_mesh import own_devices, sharding
 from phalanx.xla.device_state import DeviceBoxes, initial_state, named_arrays, with_arrays
 from phalanx.xla.forward import Model, traced_model
 from phalanx.xla.global_feed import GlobalBatch, GlobalFeed
@@ -65,24 +65,33 @@ class _CompileReport(StepHook):
 
 
 class XlaTrainer(RunLoop):
-    """Trains a run on all devices that JAX sees in this process, as `training/trainer.Trainer` does on those of all ranks."""
+    """Trains a run on all devices that JAX sees, as `training/trainer.Trainer` does on those of all ranks. Every process holds and feeds its own."""
 
     # Set by `build`.
     model: Model
+    feed: GlobalFeed
     state: TrainArrays
     shardings: Shardings
     recent_loads: RecentLoads
 
     def __init__(
-        self, run: Run, plan: Plan, checkpoints: Path, dataset: Dataset | None = None, heartbeat: Heartbeat | None = None
+        self,
+        run: Run,
+        plan: Plan,
+        checkpoints: Path,
+        dataset: Dataset | None = None,
+        heartbeat: Heartbeat | None = None,
+        processes: Mesh | None = None,
     ):
-        super().__init__(run, plan, Mesh(Place(), _HOST), checkpoints, dataset, heartbeat)
-        self.feed = GlobalFeed(run, plan, self.data)
+        """`processes`: all of the run, if there are several (`xla/join_processes.join`)."""
+        super().__init__(run, plan, processes or Mesh(Place(), _HOST), checkpoints, dataset, heartbeat)
         self.keeps_gradients = False
         """Whether steps return their gradients, for a proof. Set before the first step."""
         self.results: StepResults | None = None
         """Of the last step, on the devices."""
         self._step: CompiledStep | None = None
+        self._has_measured = False
+        """The function that measures losses is compiled."""
         self._report = _CompileReport()
         self._scale = LossScale()
         self._boxes: DeviceBoxes | None = None
@@ -93,6 +102,7 @@ class XlaTrainer(RunLoop):
         """Traces the model and draws its initial values on the devices. Nothing is compiled before the first step."""
         self.hooks.on_phase("building")
         self.model = traced_model(self.run, self.plan)
+        self.feed = GlobalFeed(self.run, self.plan, self.data, self.model.mesh)
         self.shardings = Shardings.of(self.model)
         self.state = initial_state(self.model, self.run)
         sizes = {name: router.moe.experts for name, router in self.model.routers.items()}
@@ -145,30 +155,48 @@ class XlaTrainer(RunLoop):
         rate = self.rate_of(self.progress.step)
         self.hooks.before_batch(number)
         batch = self.feed.next(self.progress.samples)
-        if request := self.stop_signal.requested():
+        request, digest = self._agreed(batch)
+        if request:
             self.feed.close()
             self.stop_signal.agree(request)
             return None
         self.hooks.on_phase("computing")
-        outcome = self._outcome(self._computed(batch, rate), batch, number)
+        outcome = self._outcome(self._computed(batch, rate, number), digest, number)
         self.progress.take(outcome, self.run, self._scale)
         self.hooks.on_step_taken(self.progress.step, outcome)
         seconds = time.perf_counter() - started
         self.last_record = step_record(self.progress, outcome, rate, seconds=seconds, run=self.run, plan=self.plan)
         return self.last_record
 
-    def _computed(self, batch: GlobalBatch, rate: float) -> StepResults:
+    def _agreed(self, batch: GlobalBatch | None = None) -> tuple[int, int]:
+        """What the processes were asked, and the digest of the whole batch. All of them call it together, before the same step."""
+        request = self.stop_signal.requested()
+        sums = torch.zeros(3, dtype=torch.float64)  # exact, as digests are small
+        sums[0] = batch.digest if batch is not None and batch.block.counts else 0
+        if request:
+            sums[request] = 1
+        digest, pauses, stops = self.mesh.all_reduce(sums).tolist()
+        return STOP if stops else PAUSE if pauses else 0, int(digest)
+
+    def _computed(self, batch: GlobalBatch, rate: float, number: int) -> StepResults:
         limits = self.progress.limits(self.run.resilience.spike)
-        inputs = StepInputs(*(jnp.asarray(value, jnp.float32) for value in (rate, limits.loss, limits.norm)))
+        inputs = StepInputs(*map(self._on_all_devices, (rate, limits.loss, limits.norm)))
         tokens = batch.on(self.shardings.batch)
         if self._step is None:
+            self.hooks.on_phase("compiling")
             self._step = compile_step(self.model, self.run, (self.state, tokens, inputs), keep_gradients=self.keeps_gradients)
             self._report.step = self._step
+            self.hooks.on_phase("computing")
         self.checkpointer.release()
+        self.hooks.before_program(number)
         self.state, self.results = self._step.run(self.state, tokens, inputs)
         return self.results
 
-    def _outcome(self, results: StepResults, batch: GlobalBatch, number: int) -> Outcome:
+    def _on_all_devices(self, value: float) -> jax.Array:
+        number = np.asarray(value, np.float32)
+        return jax.make_array_from_callback((), sharding(self.model.mesh), number.__getitem__)
+
+    def _outcome(self, results: StepResults, digest: int, number: int) -> Outcome:
         loss, tokens, norm, verdict = (value.item() for value in jax.device_get(results[:4]))
         for name, counts in results.loads.items():
             self._loads[name].copy_(torch.from_numpy(np.array(counts)))
@@ -177,7 +205,7 @@ class XlaTrainer(RunLoop):
         return Outcome(
             loss=loss,
             tokens=tokens,
-            digest=f"{batch.digest:x}",
+            digest=f"{digest:x}",
             grad_norm=norm,
             verdict=verdict,
             stopped=0,
@@ -223,11 +251,13 @@ class XlaTrainer(RunLoop):
         size = self.plan.micro_batch * self.plan.layout.replicas
         loss = tokens = 0.0
         for first in range(0, count, size):
-            if request := self.stop_signal.requested():
+            if request := self._agreed()[0]:
                 self.stop_signal.agree(request)
                 return None
-            batch = self.feed.held_out(samples.batch(np.arange(first, min(first + size, count)))).on(self.shardings.batch)
+            batch = self.feed.held_out(samples, first, min(first + size, count)).on(self.shardings.batch)
+            self.hooks.on_phase("evaluating" if self._has_measured else "compiling")
             measured = jax.device_get(self._measure(self.state.params, self.state.buffers, batch))
+            self._has_measured = True
             loss, tokens = loss + float(measured[0]), tokens + float(measured[1])
         return loss, tokens
 
@@ -240,8 +270,7 @@ class XlaTrainer(RunLoop):
     # What it reports of itself.
 
     def placement(self) -> ModelPlaced:
-        """What the devices hold together, read from the arrays."""
-        first = self.model.mesh.devices.flat[0]
+        first = own_devices(self.model.mesh)[0]
 
         def held(arrays: dict[str, jax.Array]) -> int:
             return sum(s.data.nbytes for a in arrays.values() for s in a.addressable_shards if s.device == first)
@@ -253,9 +282,12 @@ class XlaTrainer(RunLoop):
             "parameters": f"{len(divided)} of {len(self.state.params)} are divided",
         }
         moments = held(self.state.means) + held(self.state.squares)
-        return ModelPlaced(rank=0, applied=applied, parameters=held(self.state.params), gradients=0, optimizer=moments)
+        return ModelPlaced(
+            rank=self.mesh.rank, applied=applied, parameters=held(self.state.params), gradients=0, optimizer=moments
+        )
 
     def close(self) -> None:
         """Ends threads and closes files."""
-        self.feed.close()
+        if self.is_built:
+            self.feed.close()
         self.checkpointer.close()

@@ -115,3 +115,26 @@ def test_bf16_is_as_near_as_on_torch() -> None:
     run = run_of(MODELS["dense"], LAYOUTS["grid"])
     report = parity.verify(replace(run, precision=Precision(compute="bf16")), steps=3)
     assert report.passed, report.to_json()
+
+
+def test_two_processes_hold_their_own_boxes_and_compute_the_same() -> None:
+    """Each of them has two devices of four."""
+    model = ModelSpec(dim=24, layers=1, heads=4, kv_heads=2, ffn=20, vocab=257, context=48, init_std=0.1)
+    run = replace(run_of(model, Layout(data=1, shard=2, tensor=2)), engine=Engine(name="xla", devices_per_process=2))
+    report = parity.verify(run, steps=2)
+    assert report.passed, report.to_json()
+    # Devices of a tensor group are in one process. The vocabulary is odd: both devices hold the same half of each of its two tables.
+    matrices, tables, norms = 24 * (24 + 12 + 12 + 24) + 3 * 24 * 20, 2 * 257 * 24, 3 * 24
+    held = 12 * (matrices // 2 + tables + norms)  # with two moments
+    assert next(check.tensor for check in report.checks if check.name == "placement").startswith(
+        f"process 0 holds {held:,} bytes"
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["zero1", "zero3", "grid", "context"])
+@pytest.mark.parametrize("each", [4, 2])
+def test_processes_on_layouts(layout: str, each: int) -> None:
+    run = replace(run_of(MODELS["dense"], LAYOUTS[layout]), engine=Engine(name="xla", devices_per_process=each))
+    report = parity.verify(run, steps=3)
+    assert report.passed, report.to_json()

@@ -65,6 +65,9 @@ class StepHook:
     def before_forward(self, context: StepContext) -> None:
         """The first forward of the step, or of its repetition, is next."""
 
+    def before_program(self, step: int) -> None:
+        """A step that is one compiled program is called next, with its update: nothing has changed yet."""
+
     def on_loss(self, loss: Tensor) -> None:
         """The summed loss of one micro-batch, on ranks of the last pipeline stage."""
 

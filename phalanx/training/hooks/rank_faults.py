@@ -21,10 +21,13 @@ from phalanx.events.fault_log import DISK, FaultClaims, fault_record
 from phalanx.events.records import FaultInjected
 from phalanx.faults.grammar import Fault, Point, is_node_fault
 from phalanx.training.hooks import StepContext, StepHook
+from phalanx.training.step_totals import Outcome
 from phalanx.transforms.blocks import block_list
 
 _IRREGULAR_POINTS = ("save", "evaluate")
 """Points that not every step has: a fault is injected at the first such point from its step on."""
+_INSIDE: tuple[Point, ...] = ("compute", "collective", "update")
+"""Points inside of a compiled program."""
 _LONG_SLEEP = 3600.0
 _LOW_EXPONENT_BIT = {torch.float32: (torch.int32, 23), torch.bfloat16: (torch.int16, 7), torch.float16: (torch.int16, 10)}
 """The lowest bit of the exponent, by dtype. Flipping it doubles or halves a value: wrong, but it does not overflow and so reveal itself."""
@@ -146,6 +149,24 @@ class RankFaults(StepHook):
         for number, fault in self._faults.get(f"corrupt {what}", ()):
             if step == fault.step and self._claim(number, fault, step):
                 _flip_bit(tensors())
+
+
+class ProgramFaults(RankFaults):
+    """The faults of one process whose step is one compiled program: everything between its batch and the next one happens before the program is
+    called. `faults/grammar.program_problems` refuses what would need to reach into it."""
+
+    _called, _seconds = 0.0, 0.0
+    """When the program was called, and how long it took in the last step."""
+
+    def before_program(self, step: int) -> None:
+        for point in _INSIDE:
+            self._inject_at(point, step)
+        if (factor := self._slowness(step)) > 1:
+            time.sleep((factor - 1) * self._seconds)
+        self._called = time.perf_counter()
+
+    def on_step_taken(self, step: int, outcome: Outcome) -> None:
+        self._seconds = time.perf_counter() - self._called
 
 
 def _point(fault: Fault) -> str:
