@@ -86,7 +86,7 @@ def test_every_family_on_eight_devices(family: str) -> None:
 @pytest.mark.slow
 def test_a_missing_constraint_is_found() -> None:
     with devices() as pool:
-        pool.alone(programs_without_constraint, small_run(GRID, 1, model=MODEL))
+        pool.alone(programs_without_constraint, small_run(LAYOUTS["gather"], 1, model=FAMILIES["mla"]))
         log = (pool.folder / "rank-0.log").read_text()
     assert "Involuntary full rematerialization" in log
 
