@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.models.decoder import Decoder
-from phalanx.models.moe import Router
+from phalanx.models.moe import Experts, Router
 from phalanx.spec.run import Memory
-from phalanx.xla.bridge import call_jax, call_part
+from phalanx.xla.bridge import call_jax, call_part, products_in
 
 
 class StackPlaces(Protocol):
@@ -40,7 +40,7 @@ _LONGEST = 8  # blocks after which a pattern repeats, such as one with all keys 
 
 
 def install(model: nn.Module, memory: Memory, places: StackPlaces) -> None:
-    """Replace the forwards of blocks that are repeated or recomputed."""
+    """Replace the forwards of blocks. Modules whose Python we do not know keep theirs, but for blocks that are recomputed."""
     blocks = dict(model.get_submodule("blocks").named_children())
     policies = {
         name: _POLICIES[memory.recompute] if memory.recomputes and index % memory.recompute_every == 0 else None
@@ -49,7 +49,7 @@ def install(model: nn.Module, memory: Memory, places: StackPlaces) -> None:
     kinds = [(_kind(model, name, block), policies[name]) for name, block in blocks.items()]
     for first, period, times in runs(kinds):
         names = list(blocks)[first : first + period * times]
-        if times > 1 or policies[names[0]] is not None:
+        if isinstance(model, Decoder) or policies[names[0]] is not None:
             layers = [
                 [(f"blocks.{name}", blocks[name]) for name in names[at : at + period]] for at in range(0, len(names), period)
             ]
@@ -117,6 +117,7 @@ class Repeated:
 
     def _all(self, x_BSD: Tensor) -> Tensor:
         values = [[_values(block) for _, block in layer] for layer in self._layers]
+        out: Tensor
         out, counts = call_jax(self._repeat, x_BSD, values)
         if torch.is_grad_enabled():
             for layer, of_layer in zip(self._layers, counts, strict=True):
@@ -129,7 +130,7 @@ class Repeated:
     def _repeat(self, x: jax.Array, layers: list[list[Values]]) -> tuple[jax.Array, list[list[Values]]]:
         """The stream after all blocks, and what routers counted in each."""
         if len(layers) == 1:
-            x, counts = self._once(x, layers[0])
+            x, counts = self._turn(x, layers[0])
             return x, [counts]
         stacks = [
             {
@@ -143,22 +144,26 @@ class Repeated:
 
     def _turn(self, x: jax.Array, layer: list[Values]) -> tuple[jax.Array, list[Values]]:
         """One turn of the loop."""
-        gather = self._places.gathered
-        whole = [
-            {key: gather(f"{name}.{key}", value) for key, value in values.items()}
-            for (name, _), values in zip(self._layers[0], layer, strict=True)
-        ]
-        return self._once(x, whole)
-
-    def _once(self, x: jax.Array, layer: list[Values]) -> tuple[jax.Array, list[Values]]:
-        counts = []
-        for part, arguments, policy, values in zip(self._parts, self._arguments, self._policies, layer, strict=True):
-            function = partial(_block, part, arguments)
+        counts, names = [], [name for name, _ in self._layers[0]]
+        for name, part, arguments, policy, values in zip(
+            names, self._parts, self._arguments, self._policies, layer, strict=True
+        ):
+            function = partial(self._block, name, part, arguments)
             if policy is not None:
                 function = jax.checkpoint(function, policy=policy, prevent_cse=len(self._layers) == 1)  # type: ignore[assignment]
             x, count = function(x, values)
             counts.append(count)
         return x, counts
+
+    def _block(
+        self, name: str, part: _Part, arguments: tuple[Any, ...], x: jax.Array, values: Values
+    ) -> tuple[jax.Array, Values]:
+        """Parameters are gathered inside, so that a block which is recomputed gathers them again."""
+        counts = {key: jnp.zeros(size, jnp.int32) for key, size in _counters(part.block).items()}
+        whole = {key: self._places.gathered(f"{name}.{key}", value) for key, value in values.items()}
+        given = {f"block.{key}": value for key, value in {**whole, **counts}.items()}
+        out, after = call_part(part, given, x, arguments, [f"block.{key}" for key in counts])
+        return out, {key: after[f"block.{key}"] for key in counts}
 
 
 def _unchanged(x_BSD: Tensor, *arguments: Any) -> Tensor:
@@ -166,19 +171,25 @@ def _unchanged(x_BSD: Tensor, *arguments: Any) -> Tensor:
 
 
 def _values(block: nn.Module) -> dict[str, Tensor]:
-    """What a block reads. Counts begin at zero in it, and are added to those of the router afterwards."""
-    counters = _counters(block)
-    return {name: value for name, value in (*block.named_parameters(), *block.named_buffers()) if name not in counters}
+    """What a block reads. Counts begin at zero in it, and are added to those of the router afterwards. Matrices are in the format of products already:
+    they are stacked and gathered in it."""
+    counters, dtype, matrices = _counters(block), products_in(), _matrices(block)
+    values = {name: value for name, value in (*block.named_parameters(), *block.named_buffers()) if name not in counters}
+    if dtype is None:
+        return values
+    return {name: call_jax(lambda x: x.astype(dtype), value) if name in matrices else value for name, value in values.items()}
+
+
+def _matrices(block: nn.Module) -> set[str]:
+    """Parameters that only products read, in their format. A router's is none: it computes in fp32."""
+    named = list(block.named_modules())
+    linear = {f"{name}.weight" for name, module in named if isinstance(module, nn.Linear)}
+    return linear | {
+        f"{name}.{part}" for name, module in named if isinstance(module, Experts) for part in ("gate", "up", "down")
+    }
 
 
 def _counters(block: nn.Module) -> Mapping[str, int]:
     """Buffers in which routers count tokens, and how many experts they have."""
     named = block.named_modules()
     return {f"{name}.counts": module.moe.experts for name, module in named if isinstance(module, Router)}
-
-
-def _block(part: _Part, arguments: tuple[Any, ...], x: jax.Array, values: Values) -> tuple[jax.Array, Values]:
-    counts = {name: jnp.zeros(size, jnp.int32) for name, size in _counters(part.block).items()}
-    given = {f"block.{name}": value for name, value in {**values, **counts}.items()}
-    out, after = call_part(part, given, x, arguments, [f"block.{name}" for name in counts])
-    return out, {name: after[f"block.{name}"] for name in counts}

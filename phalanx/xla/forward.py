@@ -22,7 +22,7 @@ from phalanx.xla.bridge import DTYPES, call_module
 from phalanx.xla.device_mesh import SAMPLES, device_mesh, mesh_size, platform_of, sharding
 from phalanx.xla.model_seams import install
 from phalanx.xla.newton_schulz import is_updated_by_muon
-from phalanx.xla.specs import Placement, placements
+from phalanx.xla.specs import Placement, gathered, placements
 
 Arrays = dict[str, jax.Array]
 """By the name of a parameter or buffer."""
@@ -89,11 +89,17 @@ def traced_model(run: Run, plan: Plan, platform: str | None = None) -> Model:
 def summed_losses(model: Model, params: Arrays, buffers: Arrays, batch: Tokens) -> tuple[jax.Array, Arrays]:
     """The sum of the losses of all targets that count, and the buffers after the forward."""
     inputs = (batch.tokens, batch.positions, batch.documents)
-    output, after = call_module(model.module, {**params, **buffers}, inputs, model.products, tuple(buffers))
+    given = {name: value if name.startswith("blocks.") else _gathered(model, name, value) for name, value in params.items()}
+    output, after = call_module(model.module, {**given, **buffers}, inputs, model.products, tuple(buffers))
     if model.loss_chunk is not None:
         states_BSD, weight_VD = output  # as `model_seams` has it
         return _chunked_losses(model, states_BSD, weight_VD, batch.targets), after
     return cross_entropy(_placed(model, output, SAMPLES, "context"), batch.targets), after
+
+
+def _gathered(model: Model, name: str, value: jax.Array) -> jax.Array:
+    """A parameter outside of blocks, whole over `shard` while it computes; those of blocks are gathered by each block."""
+    return jax.lax.with_sharding_constraint(value, sharding(model.mesh, *gathered(model.placements[name].value)))
 
 
 def _placed(model: Model, logits: jax.Array, *dims: str | tuple[str, ...] | None) -> jax.Array:

@@ -22,7 +22,7 @@ from phalanx.xla import block_loop, moe_layer
 from phalanx.xla.bridge import call_jax, products_in
 from phalanx.xla.device_mesh import POSITIONS, SAMPLES, mesh_axes, mesh_size, sharding
 from phalanx.xla.fused_attention import Devices, Scoring, attend
-from phalanx.xla.specs import Placement
+from phalanx.xla.specs import Placement, gathered
 
 Constrain = Callable[[jax.Array], jax.Array]
 
@@ -76,8 +76,7 @@ class _StackPlaces:
         return jax.lax.with_sharding_constraint(stack, sharding(self.mesh, None, *self._dims(name)))
 
     def gathered(self, name: str, value: jax.Array) -> jax.Array:
-        dims = [None if dim in ("shard", "expert_shard") else dim for dim in self._dims(name)]
-        return jax.lax.with_sharding_constraint(value, sharding(self.mesh, *dims))
+        return jax.lax.with_sharding_constraint(value, sharding(self.mesh, *gathered(self._dims(name))))
 
     def _dims(self, name: str) -> Sequence[str | None]:
         return tuple(self.placements[name].value) if name in self.placements else ()

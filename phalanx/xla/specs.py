@@ -3,7 +3,7 @@ where gradients and moments lie."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from jax.sharding import PartitionSpec as P
@@ -39,6 +39,11 @@ def placements(shapes: Mapping[str, Sequence[int]], axes: Axes, layout: Layout, 
         values, gradients = (P(*(sharded if layout.zero >= stage else whole)) for stage in (3, 2))
         found[name] = Placement(values, gradients, P(*sharded))
     return found
+
+
+def gathered(dims: Iterable[str | None]) -> list[str | None]:
+    """What divides a parameter while it computes: no longer `shard`. Left alone, the compiler may divide activations as the parameter is divided."""
+    return [None if dim in ("shard", "expert_shard") else dim for dim in dims]
 
 
 def _tensor_dims(shape: Sequence[int], dims: Sequence[object], tensor: int, spec: ModelSpec) -> list[str | None]:

@@ -2,16 +2,51 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from xla_engine import devices, needs_xla, on_torch, small_run, train, train_together
+from xla_engine import SMALL, devices, needs_xla, on_torch, small_run, train, train_together
 
 from phalanx.checkpointing import directory
 from phalanx.checkpointing.restore import CheckpointReader
 from phalanx.spec.layout import Layout
+from phalanx.spec.model import Moe
+from phalanx.spec.run import Precision
 
 pytestmark = needs_xla
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "layout", [Layout(data=1, shard=2, tensor=2), Layout(data=2, shard=2, context=2)], ids=["tensor", "context"]
+)
+def test_bf16_losses_are_those_of_torch(tmp_path: Path, layout: Layout) -> None:
+    """Over fifty steps."""
+    run = small_run(layout, 50, compute="bf16", model=replace(SMALL, layers=2))
+    with devices() as pool:
+        torchs = pool.alone(train, on_torch(replace(run, layout=Layout(data=1))), tmp_path / "torch", 50)
+        ours = pool.alone(train, run, tmp_path / "xla", 50)
+    assert ours.digests == torchs.digests and len(ours.losses) == 50
+    assert ours.losses == pytest.approx(torchs.losses, rel=1e-3)
+    assert ours.losses[-1] < 0.99 * ours.losses[0]
+
+
+@pytest.mark.slow
+def test_experts_move_between_layouts_and_engines(tmp_path: Path) -> None:
+    """Divided among four devices, then among two of eight, then on torch; Muon has another state than AdamW."""
+    moe = Moe(experts=4, active=2, ffn=12, bias_rate=0.01)
+    base = small_run(Layout(data=1), 3, model=replace(SMALL, layers=2, moe=moe))
+    base = replace(
+        base, optimizer=replace(base.optimizer, name="muon"), precision=Precision(compute="fp32", newton_schulz="fp32")
+    )
+    four, two = Layout(data=1, shard=2, tensor=2, expert=4), Layout(data=2, shard=2, context=2, expert=2)
+    parts = [(replace(base, layout=four), 1), (replace(base, layout=two), 2), (on_torch(base), 3)]
+    with devices() as pool:
+        unbroken = pool.alone(train, on_torch(base), tmp_path / "unbroken", 3)
+        taken = [pool.alone(train, run, tmp_path / "broken", until) for run, until in parts]
+    assert [loss for part in taken for loss in part.losses] == pytest.approx(unbroken.losses, rel=1e-5)
+    assert [len(part.files) for part in taken] == [4, 8, 1]
 
 
 def test_torch_to_xla_to_torch(tmp_path: Path) -> None:

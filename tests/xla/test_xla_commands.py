@@ -21,25 +21,42 @@ def workshop(tmp_path: Path) -> Iterator[Workshop]:
     made.close()
 
 
-def test_a_killed_run_goes_on_with_the_other_engine(workshop: Workshop) -> None:
-    plain = workshop.run("train", "tiny.toml", "--run-dir", "plain")
+TORCH = ("cluster.cpu_ranks=2", "layout.shard=2")
+XLA = ("engine.name=xla", "cluster.cpu_ranks=4", "layout.shard=2", "layout.tensor=2")
+OTHER_XLA = ("engine.name=xla", "cluster.cpu_ranks=2", "layout.context=2")
+ORDERS = {
+    "torch, xla, torch": [TORCH, XLA, ()],
+    "xla, torch, xla": [XLA, TORCH, OTHER_XLA],
+    "xla, xla, torch": [XLA, OTHER_XLA, TORCH],
+}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_killed_run_goes_on_with_the_other_engine(workshop: Workshop, order: str) -> None:
+    """Each of the first two parts is killed after it has saved, by a signal that nothing can handle, and the next has another layout."""
+    plain = workshop.run("train", "tiny.toml", "train.steps=12", "--run-dir", "plain")
     assert plain.code == 0, plain
-    on_four = ("cluster.cpu_ranks=4", "layout.shard=2", "layout.tensor=2")
-    started = workshop.start("train", "tiny.toml", "engine.name=xla", *on_four, "--run-dir", "broken")
-    started.until(workshop.reached("broken", 5), "step 5")
-    started.process.kill()
-    started.process.wait()
-    ended = workshop.run("train", "tiny.toml", "--run-dir", "broken")
+    *killed, last = ORDERS[order]
+    for part, settings in enumerate(killed):
+        started = workshop.start("train", "tiny.toml", "train.steps=12", *settings, "--run-dir", "broken")
+        started.until(workshop.reached("broken", 4 * part + 5), f"step {4 * part + 5}")
+        started.process.kill()
+        started.process.wait()
+    ended = workshop.run("train", "tiny.toml", "train.steps=12", *last, "--run-dir", "broken")
     assert ended.code == 0, ended
     whole, broken = workshop.events("plain"), workshop.events("broken")
-    assert len([event for event in broken if isinstance(event, StepCompiled)]) == 1
-    # Steps after the checkpoint of step 4 were taken twice.
-    found = {step: (loss, digest) for step, loss, digest in losses(broken)}
+    engines = ["xla" if "engine.name=xla" in settings else "torch" for settings in ORDERS[order]]
+    assert len([event for event in broken if isinstance(event, StepCompiled)]) == engines.count("xla")
+    # Steps after a checkpoint were taken twice.
+    found: dict[int, set[tuple[float, str]]] = {}
+    for step, loss, digest in losses(broken):
+        found.setdefault(step, set()).add((loss, digest))
     for step, loss, digest in losses(whole):
-        assert found[step] == (pytest.approx(loss, rel=1e-5), digest)
+        assert all(other == (pytest.approx(loss, rel=1e-5), digest) for other in found[step]), step
     evaluated = [[event.loss for event in events if isinstance(event, Evaluated)][-1] for events in (whole, broken)]
     assert evaluated[1] == pytest.approx(evaluated[0], rel=1e-5)
-    assert workshop.run("checkpoint", "verify", "broken/checkpoints/step-00000008").code == 0
+    for step in (4, 8, 12):
+        assert workshop.run("checkpoint", "verify", f"broken/checkpoints/step-{step:08d}").code == 0
 
 
 def test_an_xla_run_resumes_generates_and_stops_on_request(workshop: Workshop) -> None:

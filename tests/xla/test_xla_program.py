@@ -86,7 +86,7 @@ def test_every_family_on_eight_devices(family: str) -> None:
 @pytest.mark.slow
 def test_a_missing_constraint_is_found() -> None:
     with devices() as pool:
-        pool.alone(programs_without_constraint, small_run(GRID, 1, model=MODEL))
+        pool.alone(programs_without_constraint, small_run(LAYOUTS["gather"], 1, model=FAMILIES["mla"]))
         log = (pool.folder / "rank-0.log").read_text()
     assert "Involuntary full rematerialization" in log
 
@@ -106,7 +106,7 @@ def test_an_undivided_dispatch_is_found() -> None:
     ("platform", "expected"),
     [
         ("tpu", {"fwd": 1, "dq": 1, "dkv": 1}),
-        ("cuda", {"@__cudnn$fmhaScaleBiasSoftmax": 1, "@__cudnn$fmhaScaleBiasSoftmaxBackward": 1}),
+        ("cuda", {"fmhaScaleBiasSoftmax": 1, "fmhaScaleBiasSoftmaxBackward": 1}),
     ],
 )
 def test_the_step_has_the_kernels_of_the_platform(platform: str, expected: dict[str, int]) -> None:
@@ -114,8 +114,7 @@ def test_the_step_has_the_kernels_of_the_platform(platform: str, expected: dict[
     model = replace(MODEL, layers=3, heads=4, kv_heads=2, head_dim=64)
     with devices() as pool:
         found = pool.alone(kernels, small_run(GRID, 1, model=model, compute="bf16"), platform)
-    assert {name: sum(count for kernel, count in found.items() if name in kernel) for name in expected} == expected
-    assert sum(found.values()) == sum(expected.values())
+    assert found == expected
 
 
 def test_products_are_in_the_format_of_the_run() -> None:
