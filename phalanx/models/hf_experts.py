@@ -62,7 +62,7 @@ def dispatch(x_TD: Tensor, chosen_TK: Tensor, weights_TK: Tensor, experts: Calla
     y_R = experts(x_TD[order_R // active], counts_E)
     back_R = torch.empty_like(order_R).scatter_(0, order_R, torch.arange(len(order_R), device=order_R.device))
     y_TKD = y_R[back_R].unflatten(0, (-1, active)) * weights_TK[:, :, None]
-    return y_TKD.sum(1).to(x_TD.dtype)
+    return y_TKD.sum(1).to(y_R.dtype)  # not that of x: norms with fp32 weights return fp32, and so would the residual stream be
 
 
 @dataclass(frozen=True, slots=True)

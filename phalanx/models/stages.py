@@ -68,17 +68,20 @@ class LayerUse:
 
 
 _known: WeakKeyDictionary[nn.Module, LayerUse] = WeakKeyDictionary()
+_known_specs: dict[tuple[ModelSpec, type[nn.Module] | None], LayerUse] = {}
+"""A process may build a model several times."""
 
 
-def part(model: nn.Module, first: int, stop: int) -> nn.Module:
-    """The stage with layers first … stop - 1, under the names of the whole model. Shares its modules with the model."""
+def part(model: nn.Module, first: int, stop: int, sampled: frozenset[int] | None = None) -> nn.Module:
+    """The stage with layers first … stop - 1, under the names of the whole model. Shares its modules with the model. `sampled`: of these layers,
+    those that a rehearsal runs; the others pass on what they are given."""
     use = use_of(model)
     stage: Any = _PathCopies(model)
     layers = stage.copied(use.path)
     given = threading.local()  # passes of two micro-batches may run side by side, in threads
     names = list(layers._modules)
     for index, name in enumerate(names):
-        if not first <= index < stop:
+        if not first <= index < stop or (sampled is not None and index not in sampled):
             forward = _leave if index == stop else partial(_enter, given) if index == first - 1 else _pass_on
             layers._modules[name] = _stand_in(layers._modules[name], partial(forward, use))
     named: dict[int, list[str]] = {}
@@ -111,7 +114,12 @@ def _matrices(parameters: Iterable[nn.Parameter]) -> int:
 def use_of(model: nn.Module) -> LayerUse:
     """Raises RunError if the module cannot be divided into stages."""
     if model not in _known:
-        _known[model] = _look(model)
+        spec = model.spec
+        assert isinstance(spec, ModelSpec), "`models/init` sets the spec"
+        key = spec, None if spec.module is None else type(model)
+        _known[model] = use = _known_specs.get(key) or _look(model)
+        if not spec.is_builtin:
+            _known_specs[key] = use
     return _known[model]
 
 

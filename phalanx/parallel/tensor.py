@@ -248,10 +248,11 @@ class _Table:
         for name, dims in self.dims.items():
             for dim, size in zip(dims, shards[name].slice.whole, strict=False):
                 yield from self._uneven(name, dim, size)
-        if self.sequence and self.whole_vocabulary and getattr(self.part, "is_last_stage", True):
+        divided = any(dims[0] == "vocab" for dims in self.dims.values() if dims) and not self.whole_vocabulary
+        if self.sequence and not divided and getattr(self.part, "is_last_stage", True):
             yield (
                 "layout.sequence = true needs a model that gives its logits through a linear layer whose first dimension AXES "
-                "names 'vocab', or through an attribute `project`: take layout.sequence = false."
+                "names 'vocab', or through an attribute `project` with such a matrix: take layout.sequence = false."
             )
 
     def _uneven(self, name: str, dim: Dim, size: int) -> Iterator[str]:

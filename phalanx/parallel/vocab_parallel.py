@@ -7,7 +7,7 @@ chunk by chunk. It reads the weight after the model's forward: what shards weigh
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -57,6 +57,11 @@ class Share:
     group: Group
     """The ranks that have the others, and this one."""
 
+    @property
+    def all_of_them(self) -> Share:
+        """In its place where this rank has all columns."""
+        return Share(0, replace(self.group, ranks=(self.group.ranks[self.group.index],), index=0, handle=None))
+
     def losses(self, logits_NV: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor]:
         """Loss of each token, 0 where it is ignored, and the logarithm of the sum of all its exponentials."""
         whole_N, target_N = log_sum_exp(logits_NV, self.columns(targets_N, logits_NV.shape[1]))
@@ -89,12 +94,17 @@ class Project:
 
     enter: CopyToTP
     chunked: bool
+    rows: int
+    """Of the whole vocabulary. A rank that holds all of them computes all logits, as the others do, and sums no gradients with them."""
     cap: float | None = None
     """Soft cap of the logits; None: none."""
 
     def __call__(self, x_BSD: Tensor, weight_VD: Tensor, /) -> Any:
         if self.enter.group.size > 1:
-            x_BSD = self.enter.enter(x_BSD)
+            if len(weight_VD) != self.rows:
+                x_BSD = self.enter.enter(x_BSD)
+            elif self.enter.sliced:
+                x_BSD = self.enter.group.join(x_BSD, 1)
             # It leaves the model as it is: FSDP2, which hangs its backward on what leaves, wants no view of something inside.
             x_BSD = x_BSD.clone() if self.chunked else x_BSD
         # Converted now, as the loss is taken where no format is asked for any more.
@@ -120,7 +130,8 @@ class VocabularyLoss:
             assert self.chunk is not None
             x_ND = projected.x_BSD.flatten(0, 1)
             how = self.chunk, torch.is_grad_enabled(), projected.cap
-            return _Chunked.apply(x_ND, projected.weight_VD, targets_BS.flatten(), self.share, how)
+            share = self.share if len(projected.weight_VD) != self.rows else self.share.all_of_them
+            return _Chunked.apply(x_ND, projected.weight_VD, targets_BS.flatten(), share, how)
         if projected.shape[-1] == self.rows:
             return self.whole(projected, targets_BS)
         return _Parallel.apply(projected.flatten(0, 1), targets_BS.flatten(), self.share)
@@ -144,7 +155,7 @@ def swap(parts: list[nn.Module], group: Group, *, chunk: int | None, sequence: b
     assert isinstance(spec, ModelSpec), "build gives every model its spec"
     for part in parts:
         if hasattr(part, "project"):
-            part.project = Project(CopyToTP(group, sequence), chunk is not None, spec.logit_cap)  # type: ignore[assignment]
+            part.project = Project(CopyToTP(group, sequence), chunk is not None, spec.rows, spec.logit_cap)  # type: ignore[assignment]
         elif chunk is not None:
             raise RunError(
                 f"a loss in chunks of {chunk} tokens needs a model that gives its logits through an attribute `project`, "

@@ -54,6 +54,8 @@ class Ledger:
         self.streams = array("b", [0])
         self.origins = [ProgramLocation("", "", "")]
         """Where in the program each allocation was made; equal ones are one object."""
+        self.places: list[ProgramLocation] = []
+        """Where in the program each event happened."""
         self.components: dict[int, str] = {}
         """Components of allocations that are known; for others the phase decides."""
         self.now = self.peak = 0
@@ -66,12 +68,14 @@ class Ledger:
         self.streams.append(stream)
         self.origins.append(self._known.setdefault(origin, origin))
         self.events.append(number)
+        self.places.append(where)
         self.now += rounded(size)
         self.peak = max(self.peak, self.now)
         return number
 
-    def drop(self, number: int) -> None:
+    def drop(self, number: int, where: ProgramLocation) -> None:
         self.events.append(-number)
+        self.places.append(where)
         self.now -= rounded(self.sizes[number])
 
     def change(self, event: int) -> int:

@@ -16,6 +16,8 @@ from typing import Any, Literal
 
 import torch
 
+from phalanx.models.init import build
+from phalanx.rehearsal.extrapolate import SampledLayers, sample_layers
 from phalanx.rehearsal.fake_gpu import RehearsalDevice, card
 from phalanx.rehearsal.rehearse import NeedsValues, rehearse
 from phalanx.rehearsal.result import Rehearsal
@@ -26,6 +28,7 @@ from phalanx.spec.plan import Plan, Size
 from phalanx.spec.run import Memory, Run
 from phalanx.worker.measure_process import fewest_replicas, measure, print_size
 
+Compute = Literal["fp32", "bf16", "fp16", "fp8"]
 _DEGREES = ("tensor", "shard", "context", "pipeline", "expert")
 _MANY = 64
 """Sequences of the smaller of two traced micro-batches: so many that activations, not states, make the peak of a step."""
@@ -43,8 +46,16 @@ def answer_question(question: dict[str, Any]) -> Size:
     )
 
 
-def traced(run: Run, size: Size, compute: Literal["fp32", "bf16", "fp16", "fp8"], on: RehearsalDevice) -> Size:
+def traced(run: Run, size: Size, compute: Compute, on: RehearsalDevice) -> Size:
     """The size with what a trace of the step adds. RunError if one device can compute the step but a rank of the run's layout cannot."""
+    try:
+        return traced_layers(run, size, compute, on, sample_layers(build(run.model)))
+    except NotRepeated:
+        return traced_layers(run, size, compute, on, None)
+
+
+def traced_layers(run: Run, size: Size, compute: Compute, on: RehearsalDevice, layers: SampledLayers | None) -> Size:
+    """`layers`: the only ones to trace. Raises NotRepeated if the others' part of the step does not follow from theirs."""
 
     def step(layout: Layout, sequences: int, recompute: Literal["none", "full"] = "none") -> Rehearsal:
         plan = Plan(
@@ -58,7 +69,11 @@ def traced(run: Run, size: Size, compute: Literal["fp32", "bf16", "fp16", "fp8"]
             flops_per_token=size.flops_per_token,
             peak_flops=None,
         )
-        return rehearse(replace(run, layout=layout, memory=Memory(recompute=recompute, offload="none")), plan, 0, on)
+        asked = replace(run, layout=layout, memory=Memory(recompute=recompute, offload="none"))
+        found = rehearse(asked, plan, 0, on, layers if layout.pipeline == 1 else None)
+        if found.profile is not None and found.error is None and found.profile.peaks() is None:
+            raise NotRepeated
+        return found
 
     try:
         alone = step(Layout(data=1), _MANY)
@@ -78,15 +93,35 @@ def traced(run: Run, size: Size, compute: Literal["fp32", "bf16", "fp16", "fp8"]
     tokens = _MANY * run.train.sequence_length
     size = replace(
         size,
-        traced_flops_per_token=sum(alone.flops.values()) / tokens,
-        rank_flops_per_token=sum(fewer.flops.values()) / tokens,
-        rank_parameters=fewer.state["parameters"] // 4,
-        activations=(more.peak - fewer.peak) / tokens,
+        traced_flops_per_token=_flops(alone) / tokens,
+        rank_flops_per_token=_flops(fewer) / tokens,
+        rank_parameters=_parameters(fewer),
+        activations=_growth(fewer, more) / tokens,
     )
     if not size.blocks:
         return size
     some, twice = step(tensor, _MANY, "full"), step(tensor, 2 * _MANY, "full")
-    return replace(size, recomputed_activations=(twice.peak - some.peak) / tokens if twice.error is None else None)
+    return replace(size, recomputed_activations=_growth(some, twice) / tokens if twice.error is None else None)
+
+
+class NotRepeated(Exception):
+    """A step does not go through its layers once forward and once backward."""
+
+
+def _flops(step: Rehearsal) -> int:
+    return sum(step.flops.values()) if step.profile is None else step.profile.total_flops
+
+
+def _parameters(step: Rehearsal) -> int:
+    return step.elements if step.profile is None else step.profile.total_parameters
+
+
+def _growth(fewer: Rehearsal, more: Rehearsal) -> int:
+    """Bytes by which the peak grows with the number of sequences, however many there are: states, which do not grow, may be larger."""
+    few, many = (None if step.profile is None else step.profile.peaks() for step in (fewer, more))
+    if few is None or many is None:
+        return more.peak - fewer.peak
+    return max(after - before for before, after in zip(few, many, strict=True))
 
 
 if __name__ == "__main__":

@@ -106,7 +106,7 @@ class OpTracker(TorchDispatchMode):
             if isinstance(tensor, Tensor):
                 self._record(tensor, on_gpu, name, args)
         if on_gpu and self._card and (size := workspace_bytes(func, args, self._card.processors)):
-            self.device.drop(self.device.add(size, self.where, f"inside {name}"))
+            self.device.drop(self.device.add(size, self.where, f"inside {name}"), self.where)
         if flops := flops_of(func, args, kwargs, result):
             self.flops[self.where] += flops
             self.repeated[self.where.action] += flops if self.again else 0
@@ -158,7 +158,7 @@ class OpTracker(TorchDispatchMode):
 
     def _freed(self, ref: Any) -> None:
         if self._refs.pop(ref.key, None) is not None and ref.number:
-            ref.ledger.drop(ref.number)
+            ref.ledger.drop(ref.number, self.where)
 
     def _collective(self, func: Any, args: tuple[Any, ...]) -> Any:
         if func.namespace != "c10d":
@@ -206,7 +206,7 @@ class OpTracker(TorchDispatchMode):
         result = self._resize(storage, size)
         if (ref := self._refs.get(storage._cdata)) is not None:
             if ref.number:
-                ref.ledger.drop(ref.number)
+                ref.ledger.drop(ref.number, self.where)
             ref.number = 0
             if size:
                 ref.number = ref.ledger.add(int(size), self.where, "gather", fake_gpu.STATE.stream)

@@ -32,6 +32,7 @@ from phalanx.planning.machines.hardware import planned
 from phalanx.planning.planner import plan_run, search
 from phalanx.planning.request import PlanRequest
 from phalanx.rehearsal import ledger as memory
+from phalanx.rehearsal.extrapolate import SampledLayers, profile
 from phalanx.rehearsal.fake_gpu import RehearsalDevice, card
 from phalanx.rehearsal.ledger import COMPONENTS, Ledger, ProgramLocation
 from phalanx.rehearsal.op_tracker import OpTracker
@@ -168,8 +169,9 @@ def distinct_ranks(run: Run, plan: Plan) -> dict[int, int]:
     return {ranks[0] * each: len(ranks) * each for ranks in kinds.values()}
 
 
-def rehearse(run: Run, plan: Plan, rank: int, device: RehearsalDevice) -> Rehearsal:
-    """Runs one step of this rank's program. Raises RunError for what is refused before a job starts.
+def rehearse(run: Run, plan: Plan, rank: int, device: RehearsalDevice, layers: SampledLayers | None = None) -> Rehearsal:
+    """Runs one step of this rank's program. Raises RunError for what is refused before a job starts. `layers`: the only ones to run, and to
+    make a profile of.
 
     What would fail on the cluster is in the result. Cannot run in a process that is itself a rank of a job.
     """
@@ -177,8 +179,9 @@ def rehearse(run: Run, plan: Plan, rank: int, device: RehearsalDevice) -> Rehear
     began = time.process_time()
     with warnings.catch_warnings(action="ignore"):  # torch warns of its own fake tensors
         try:
-            with rehearsed_program(resolved(run, plan), plan, rank, device) as (program, tracker):
-                rehearsal = _run(program, tracker, device)
+            sampled = None if layers is None else layers.rehearsed
+            with rehearsed_program(resolved(run, plan), plan, rank, device, sampled) as (program, tracker):
+                rehearsal = _run(program, tracker, device, layers)
         except _NEEDS_VALUES as error:
             raise NeedsValues(
                 f"The program cannot be rehearsed: it reads the values of a tensor ({_short(error)}), and rehearsals have none; "
@@ -213,7 +216,7 @@ def _refuse(plan: Plan, rank: int) -> None:
         )
 
 
-def _run(program: Program, tracker: OpTracker, device: RehearsalDevice) -> Rehearsal:
+def _run(program: Program, tracker: OpTracker, device: RehearsalDevice, layers: SampledLayers | None) -> Rehearsal:
     """Runs a step and reads its results."""
     order, at = program.built.schedule, program.mesh.coordinate("pipeline")
     ledger = tracker.device
@@ -234,6 +237,7 @@ def _run(program: Program, tracker: OpTracker, device: RehearsalDevice) -> Rehea
     live = memory.live_at_peak(ledger, first, top)
     components = _sums((ledger.component(number), ledger.change(number)) for number in live)
     state = program.built.placement()
+    elements = {owned.name: owned.value.numel() for owned in program.built.sharded.owned}
     at_peak = ledger.events[top.at - 1] if ledger.events else 0
     return Rehearsal(
         rank=program.mesh.rank,
@@ -258,6 +262,8 @@ def _run(program: Program, tracker: OpTracker, device: RehearsalDevice) -> Rehea
         error=error,
         assumed=ASSUMED,
         timeline=_timeline(ledger, built),
+        elements=sum(elements.values()),
+        profile=None if layers is None else profile(layers, ledger, built, tracker.flops, elements),
     )
 
 

@@ -184,9 +184,9 @@ T = TypeVar("T")
 class Program:
     """The program of one rank, built and ready for steps."""
 
-    def __init__(self, run: Run, plan: Plan, mesh: Mesh, tracker: OpTracker):
+    def __init__(self, run: Run, plan: Plan, mesh: Mesh, tracker: OpTracker, sampled: frozenset[int] | None):
         self.run, self.plan, self.mesh, self.tracker = run, plan, mesh, tracker
-        self.built: TrainState = build(run, plan, mesh, optimizer_resources(mesh))
+        self.built: TrainState = build(run, plan, mesh, optimizer_resources(mesh), sampled)
         # A module that two stages share has its name in the first.
         parts = reversed(self.built.sharded.parts)
         self.names = {id(module): name for part in parts for name, module in part.named_modules()}
@@ -352,8 +352,10 @@ class _ActionObserver(PipelineObserver):
 
 
 @contextlib.contextmanager
-def rehearsed_program(run: Run, plan: Plan, rank: int, device: RehearsalDevice) -> Iterator[tuple[Program, OpTracker]]:
-    """Builds the program of one rank."""
+def rehearsed_program(
+    run: Run, plan: Plan, rank: int, device: RehearsalDevice, sampled: frozenset[int] | None = None
+) -> Iterator[tuple[Program, OpTracker]]:
+    """Builds the program of one rank. `sampled`: the only layers that it has."""
     layout = replace(plan.layout, data=plan.layout.data or 1)
     run, plan = replace(run, layout=layout), replace(plan, layout=layout)
     gpu = fake_gpu.GPU if device.card else fake_gpu.HOST
@@ -368,6 +370,6 @@ def rehearsed_program(run: Run, plan: Plan, rank: int, device: RehearsalDevice) 
             stack.enter_context(fake_gpu.gpu(device.card))
         stack.enter_context(tracker)
         stack.callback(tracker.close)
-        program = Program(run, plan, mesh, tracker)
+        program = Program(run, plan, mesh, tracker, sampled)
         stack.enter_context(program.listening())
         yield program, tracker

@@ -12,6 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from phalanx.rehearsal.extrapolate import StepProfile
 from phalanx.rehearsal.ledger import ProgramLocation
 
 GIB = 2**30
@@ -70,6 +71,8 @@ class Rehearsal:
     """Bytes of host memory of a GPU rank."""
     state: dict[str, int]
     """Bytes of parameters, gradients and optimizer between steps, as in the run's event `model_placed`."""
+    elements: int
+    """Of parameters whose state is on this rank."""
 
     messages: tuple[Message, ...]
     flops: dict[str, int]
@@ -90,6 +93,8 @@ class Rehearsal:
     notes: tuple[str, ...] = ()
     timeline: tuple[tuple[float, int], ...] = field(default=(), repr=False)
     """(fraction of the step, bytes) at selected times."""
+    profile: StepProfile | None = field(default=None, repr=False)
+    """What each layer does, if only some were rehearsed."""
 
     @property
     def fits(self) -> bool:

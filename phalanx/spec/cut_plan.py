@@ -140,5 +140,7 @@ class CutPlan:
     """Why a parameter stays whole, in words, where a matrix of its size could have been divided."""
     sums: Mapping[str, int] = field(default_factory=dict)
     """Sums over the ranks in a forward, by layer ("" is outside of layers)."""
+    uncompared: int = 0
+    """Choices that the search did not compare, because there were too many: another plan may communicate less."""
     sequence: SequencePlan | None = None
     """With sequence parallelism. `partial` then has the parameters that are used outside of regions too."""

@@ -54,6 +54,10 @@ def _words(plan: CutPlan, model: nn.Module) -> list[str]:
     for layer in dict.fromkeys(["", *plan.sums]):
         groups.setdefault(tuple(_layer(plan, model, layer)), []).append(layer)
     lines = [f"# {type(model).__name__} over {plan.ranks} ranks."]
+    if plan.uncompared:
+        lines.append(
+            f"# {plan.uncompared} choices were not compared, because there are too many: another division may communicate less."
+        )
     for text, layers in groups.items():
         where = (
             "Outside of layers"

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from phalanx.spec.errors import RunError
 from phalanx.tracing.cut_values import Conflict, Cut, Key, Refine, Restart
 from phalanx.tracing.cut_walk import Walk
 from phalanx.tracing.layer_sample import pattern
@@ -15,6 +16,8 @@ from phalanx.tracing.walk_state import Limits
 
 _WALKS = 1000
 """More than any choice needs: a walk that never settles is a mistake in a rule."""
+_TRIES = 1000
+"""Choices that a search compares, at most: those of DeepSeek-V3 are 228; pairs of more matrices are too many."""
 
 
 @dataclass(slots=True)
@@ -38,6 +41,9 @@ class Search:
     """Dimensions that must stay whole, and why: from outside of the walks."""
     segments: dict[Key, tuple[int, ...]] = field(default_factory=dict)
     seeds: set[Key] = field(default_factory=set)
+    tried: int = 0
+    uncompared: int = 0
+    """Choices that were not compared, because there were too many."""
 
     def best(self) -> Found:
         """Hill climb over dimensions that stay whole by choice, one and two at a time. What a conflict keeps whole may be cut again: only
@@ -50,6 +56,10 @@ class Search:
             seeds = sorted({self._representative(key) for key in self.seeds if key[0] not in tables} - chosen)
             tries = [chosen | {key} for key in seeds]
             tries += [chosen | {a, b} for a, b in itertools.combinations(seeds, 2) if _near(a, b)]
+            if len(tries) > (left := max(0, _TRIES - self.tried)):
+                self.uncompared = len(tries) - left
+                tries = tries[:left]
+            self.tried += len(tries)
             found = [(self._cost(one := self.settle(some)), index, one, some) for index, some in enumerate(tries)]
             if not found or (least := min(found, key=lambda x: x[:2]))[0] >= self._cost(best):
                 return best
@@ -67,7 +77,11 @@ class Search:
         walks = 0
         while True:
             walks += 1
-            assert walks < _WALKS, "walks over the graph do not settle"
+            if walks > _WALKS:
+                raise RunError(
+                    f"how {self.ranks} ranks could divide the model was not found after {_WALKS} walks over its graph, which contradict each other. Train it "
+                    "with layout.tensor = 1; a module of your own may have a table AXES instead (docs/own-model.md)."
+                )
             limits = Limits(self.ranks, banned, self.segments, self.projects, self.shares)
             walk = Walk(self.graph, limits, known, summed)
             try:

@@ -74,7 +74,7 @@ def infer(
         best = search.best() if given is None else agreed(search, given)
         proven = _proven(model, found, search, best, length)
         if proven is not None:
-            plan = _expanded(found.sample, best, proven)
+            plan = replace(_expanded(found.sample, best, proven), uncompared=search.uncompared)
             return _with_sequence(model, plan, found.sample, proven) if sequence and plan.params else plan
     raise RunError(f"{type(model).__name__} could not be divided over {ranks} ranks: no plan of {_ROUNDS} could be proven.")
 

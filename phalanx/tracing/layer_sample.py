@@ -39,11 +39,7 @@ def sample(model: nn.Module, trim: bool = True) -> Sample:
     left_out: dict[int, nn.Module] = {}
     for path in _layer_lists(model):
         layers = dict(model.get_submodule(path).named_children())
-        kinds: dict[Any, list[str]] = {}
-        numbers = set.intersection(*(_numbers(layer, key) for key, layer in layers.items()))
-        for key, layer in layers.items():
-            kinds.setdefault(_signature(layer, numbers) if trim else key, []).append(key)
-        for first, *others in kinds.values():
+        for first, *others in layer_kinds(layers) if trim else ([key] for key in layers):
             weights[f"{path}.{first}"] = 1 + len(others)
             alike[f"{path}.{first}"] = tuple(f"{path}.{key}" for key in (first, *others))
             left_out |= {id(layers[key]): _LeftOut() for key in others}
@@ -63,6 +59,15 @@ def sample(model: nn.Module, trim: bool = True) -> Sample:
         for key in [key for key, layer in held.items() if isinstance(layer, _LeftOut)]:
             del held[key]
     return Sample(twin, mode, weights, alike)
+
+
+def layer_kinds(layers: Mapping[str, nn.Module]) -> list[list[str]]:
+    """The names of layers that are alike, in order; kinds in the order of their first layers."""
+    kinds: dict[Any, list[str]] = {}
+    numbers = set.intersection(*(_numbers(layer, key) for key, layer in layers.items()))
+    for key, layer in layers.items():
+        kinds.setdefault(_signature(layer, numbers), []).append(key)
+    return list(kinds.values())
 
 
 class _LeftOut(nn.Module):

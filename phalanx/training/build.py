@@ -134,8 +134,9 @@ class TrainState:
         )
 
 
-def build(run: Run, plan: Plan, mesh: Mesh, resources: Resources = REAL) -> TrainState:
-    """Builds a rank at step 0; all ranks call it together. `resources`: what the optimizer takes besides parameters."""
+def build(run: Run, plan: Plan, mesh: Mesh, resources: Resources = REAL, sampled: frozenset[int] | None = None) -> TrainState:
+    """Builds a rank at step 0; all ranks call it together. `resources`: what the optimizer takes besides parameters. `sampled`: for a rehearsal,
+    the only layers of a model that was not written for it; the others pass on what they are given."""
     model = init.build(run.model)
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     experts = router_sizes(model)
@@ -145,7 +146,7 @@ def build(run: Run, plan: Plan, mesh: Mesh, resources: Resources = REAL) -> Trai
         cuts = _shared_cuts(model, plan.layout, mesh)  # of the whole model
         how = replace(how, cuts=cuts, rewritten={} if cuts is None else rewritten_of(model, cuts))
     _open_seams(model, run, plan)
-    parts = split_stages(model, run, plan, mesh, order)
+    parts = split_stages(model, run, plan, mesh, order, sampled)
     sharded = apply(parts, run, plan, mesh, how)
     optimizer = Optimizer(
         sharded.trained, run.optimizer, precision=run.precision, memory=run.memory, mesh=mesh, resources=resources
@@ -204,10 +205,12 @@ def _tied(model: nn.Module, spec: ModelSpec) -> str | None:
     return "embed.weight" if spec.tied else None
 
 
-def split_stages(model: Any, run: Run, plan: Plan, mesh: Mesh, order: Schedule | None) -> list[nn.Module]:
-    """This rank's pipeline stages of a whole model; the model itself without a pipeline."""
+def split_stages(
+    model: Any, run: Run, plan: Plan, mesh: Mesh, order: Schedule | None, sampled: frozenset[int] | None = None
+) -> list[nn.Module]:
+    """This rank's pipeline stages of a whole model; without a pipeline the model itself, or what a rehearsal samples of it."""
     if order is None:
-        return [model]
+        return [model if sampled is None else stages.part(model, 0, stages.use_of(model).count, sampled)]
     spec, length = run.model, run.train.sequence_length
     if not spec.is_builtin:
         blocks, last = stages.costs(model)
@@ -215,7 +218,7 @@ def split_stages(model: Any, run: Run, plan: Plan, mesh: Mesh, order: Schedule |
     else:
         costs = flop_costs(spec, length) if plan.layout.stage_split == "counted" else measured_costs(spec, length, plan, mesh)
     ranges = cut(costs.blocks, costs.first, costs.last, order.stages)
-    part = model.part if spec.is_builtin else partial(stages.part, model)
+    part = model.part if spec.is_builtin else partial(stages.part, model, sampled=sampled)
     return [part(*ranges[stage]) for stage in order.stages_of(mesh.coordinate("pipeline"))]
 
 

@@ -20,6 +20,8 @@ from phalanx.parallel.inferred_tensor import stays_whole
 from phalanx.spec.cut_plan import CutPlan, Enter, Leave
 from phalanx.spec.errors import RunError
 from phalanx.spec.model import Mla, ModelSpec, Moe
+from phalanx.tracing import cut_search
+from phalanx.tracing.axes_text import axes_text
 from phalanx.tracing.infer_cuts import infer, part_graphs
 
 GPT = ModelSpec(
@@ -252,6 +254,18 @@ def test_a_mask_that_could_be_cut_alone_ends_the_search() -> None:
     model.blocks = nn.ModuleList((Biased(), Biased()))
     plan = infer(model, 2)
     assert "blocks.0.mask.weight" not in plan.params and "a mask only some are cut" in plan.whole["blocks.0.mask.weight"]
+
+
+def test_a_search_of_too_many_choices_ends_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Small()
+    assert infer(model, 2).uncompared == 0
+    monkeypatch.setattr(cut_search, "_TRIES", 1)
+    plan = infer(model, 2)
+    assert plan.params and plan.uncompared > 0
+    assert f"# {plan.uncompared} choices were not compared" in axes_text(plan, model)
+    monkeypatch.setattr(cut_search, "_WALKS", 1)
+    with pytest.raises(RunError, match="was not found after 1 walks over its graph"):
+        infer(model, 2)
 
 
 def test_the_same_plan_every_time() -> None:
