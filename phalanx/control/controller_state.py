@@ -586,10 +586,12 @@ def no_room_for_replicas(run: Run, plan: Plan, assignment: Sequence[int]) -> str
 
 def _default_replica_bytes(run: Run, plan: Plan, assignment: Sequence[int]) -> float | None:
     """Memory of a node for replicas that nobody asked for; None: they are not needed."""
+    if run.command.program is not None or run.engine.name == "xla" or run.resilience.restarts == 0:
+        return None
     copies = run.checkpoint.memory_copies
     replicas_equal = run.optimizer.sync_every == 1  # otherwise replicas differ between synchronizations
     replicated = copies == 1 and replicas_equal and replicated_elsewhere(plan.layout, assignment)
-    if run.command.program is not None or run.engine.name == "xla" or run.resilience.restarts == 0 or replicated:
+    if replicated:
         return None
     nodes, slots = len(set(assignment)), len(shm_slots.slots_for(run.resilience.check_every, plan.layout))
     # Each node holds the replicas of its own ranks and of its neighbors'.

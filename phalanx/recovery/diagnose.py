@@ -58,6 +58,10 @@ class HangReport(TypedDict, total=False):
     """What `faulthandler` wrote."""
 
 
+PROGRAM = "the compiled step"
+"""What a process waits in whose step is one program on its devices, and those of all others."""
+
+
 @dataclass(kw_only=True, slots=True)
 class Report:
     """What is known about one rank, and what follows from it."""
@@ -126,6 +130,8 @@ def diagnose(reports: Iterable[Report]) -> Diagnosis:
             return _blame(culprits, ranks, waits, certain=True)
         working = [number for number in ranks if number not in waits]
         return _blame(working, ranks, waits, certain=False) if len(working) < len(waits) else _all_work(ranks)
+    if all(report.operation == PROGRAM for report in ranks.values()):
+        return _all_work(ranks)
     diverged = _diverged(ranks, waits)
     return _blame(diverged, ranks, waits, certain=False) if diverged else _all_wait(ranks, waits)
 
@@ -232,7 +238,7 @@ def _missing(culprit: Report, ranks: Mapping[int, Report], waits: Mapping[int, s
 
 def _all_work(ranks: Mapping[int, Report]) -> Diagnosis:
     """Ranks compute and no rank waits for them."""
-    busy = [report for report in ranks.values() if not report.waiting]
+    busy = [report for report in ranks.values() if not report.waiting] or list(ranks.values())
     activity, count = Counter(report.doing.removeprefix("it is ") for report in busy).most_common(1)[0]
     verb, them = ("works", "it") if len(busy) == 1 else ("work", "them")
     message = (

@@ -18,7 +18,7 @@ from phalanx.events.fault_log import FaultClaims
 from phalanx.events.rundir import RunDir
 from phalanx.faults.grammar import parse
 from phalanx.parallel.mesh import Mesh, connect, disconnect
-from phalanx.recovery.diagnose import HangReport
+from phalanx.recovery.diagnose import PROGRAM, HangReport
 from phalanx.spec.layout import Layout
 from phalanx.spec.plan import Plan
 from phalanx.spec.run import Run
@@ -87,4 +87,7 @@ class XlaRank(RankProcess[XlaTrainer]):
         """Nothing: a process has one generation."""
 
     def _locate(self) -> HangReport:
-        return hang_report(self._main_thread, {}, None)
+        report = hang_report(self._main_thread, {}, None)
+        if self._trainer is not None and self._trainer.in_program:
+            report |= {"operation": PROGRAM, "group": None, "place": f"waiting in {PROGRAM}"}
+        return report

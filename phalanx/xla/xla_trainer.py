@@ -89,6 +89,8 @@ class XlaTrainer(RunLoop):
         """Whether steps return their gradients, for a proof. Set before the first step."""
         self.results: StepResults | None = None
         """Of the last step, on the devices."""
+        self.in_program = False
+        """The devices compute a step, together with those of the other processes."""
         self._step: CompiledStep | None = None
         self._has_measured = False
         """The function that measures losses is compiled."""
@@ -189,6 +191,7 @@ class XlaTrainer(RunLoop):
             self.hooks.on_phase("computing")
         self.checkpointer.release()
         self.hooks.before_program(number)
+        self.in_program = True
         self.state, self.results = self._step.run(self.state, tokens, inputs)
         return self.results
 
@@ -198,6 +201,7 @@ class XlaTrainer(RunLoop):
 
     def _outcome(self, results: StepResults, digest: int, number: int) -> Outcome:
         loss, tokens, norm, verdict = (value.item() for value in jax.device_get(results[:4]))
+        self.in_program = False
         for name, counts in results.loads.items():
             self._loads[name].copy_(torch.from_numpy(np.array(counts)))
         self.recent_loads.add(self._loads)

@@ -14,6 +14,7 @@ from phalanx.events.heartbeat import Beat
 from phalanx.recovery.diagnose import (
     _OWN_PLUMBING,
     _TASKS,
+    PROGRAM,
     Frame,
     Report,
     blocking_collective,
@@ -174,6 +175,15 @@ def test_where_all_wait_in_the_same_collective_nobody_is_guilty() -> None:
         "all 4 ranks wait in all_gather #8122 of step 431, and no rank is missing there; 4 ranks have waited for 63 s; "
         "the connections between ranks are suspect"
     )
+
+
+def test_processes_in_the_compiled_step_wait_for_one_that_is_not_and_else_compute() -> None:
+    inside = {"operation": PROGRAM, "group": None, "numbers": {ALL: 9}, "place": f"waiting in {PROGRAM}", "stack": "waits\n"}
+    found = diagnose(reports(inside, works("in before_program"), inside))
+    assert found.culprits == (1,) and found.certain
+    together = diagnose(reports(inside, inside))
+    assert together.culprits == () and not together.certain and not together.cut_off
+    assert "2 of 2 are waiting in the compiled step" in together.message
 
 
 def test_two_that_wait_for_each_other_s_message_are_not_guilty() -> None:
