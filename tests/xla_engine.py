@@ -128,27 +128,14 @@ def compiled(mesh: Mesh, run: Run, folder: Path) -> Program:
 def lowered(run: Run) -> Any:
     """The step of a run for arguments of the right shapes and places, without their values."""
     import jax
-    import jax.numpy as jnp
 
-    from phalanx.xla.forward import Tokens, traced_model
-    from phalanx.xla.train_step import Shardings, StepInputs, TrainArrays, make_step
+    from phalanx.xla.abstract_step import abstract_arguments
+    from phalanx.xla.forward import traced_model
+    from phalanx.xla.train_step import make_step
 
     model, plan = traced_model(run, plan_of(run)), plan_of(run)
-    places = Shardings.of(model)
-
-    def shape(*lengths: int, dtype: Any = jnp.float32, place: Any = None) -> Any:
-        return jax.ShapeDtypeStruct(lengths, dtype, sharding=place)
-
-    def parameters(where: Any) -> Any:
-        return {name: shape(*lengths, place=where[name]) for name, lengths in model.shapes.items()}
-
-    buffers = {name: shape(*model.buffers[name].shape, dtype=model.buffers[name].dtype) for name in model.persistent}
-    moments = parameters(places.state.means)
-    state = TrainArrays(parameters(places.state.params), moments, moments, buffers, shape(dtype=jnp.int32))
-    size = (plan.accumulation, run.batch // plan.accumulation, run.train.sequence_length)
-    rows = shape(*size, dtype=jnp.int32, place=places.batch)
     with jax.set_mesh(model.mesh):
-        return make_step(model, run).lower(state, Tokens(rows, rows, rows, rows), StepInputs(shape(), shape(), shape()))
+        return make_step(model, run).lower(*abstract_arguments(model, run, plan))
 
 
 def products(mesh: Mesh, run: Run) -> dict[str, int]:
@@ -161,6 +148,12 @@ def products(mesh: Mesh, run: Run) -> dict[str, int]:
 def compile_without_constraint(mesh: Mesh, run: Run) -> None:
     """Compiles a step whose look-ups in the embedding say nothing about places: a planted mistake."""
     use_virtual_devices(DEVICES)
+    plant_missing_constraint()
+    lowered(run).compile()
+
+
+def plant_missing_constraint() -> None:
+    """From now on, look-ups in the embedding say nothing about places."""
     import jax.numpy as jnp
 
     from phalanx.xla import model_seams
@@ -170,7 +163,6 @@ def compile_without_constraint(mesh: Mesh, run: Run) -> None:
         return call_jax(lambda table, rows: jnp.take(table, rows, axis=0), module.weight, tokens)
 
     model_seams._look_up = look_up
-    lowered(run).compile()
 
 
 @dataclass(frozen=True)

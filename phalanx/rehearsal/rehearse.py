@@ -83,25 +83,23 @@ class Job:
     run: Run
     plan: Plan
     device: RehearsalDevice
+    name: str = ""
+    """Of the device, in the catalogue or as the driver has it; empty: a CPU."""
 
 
 def rehearsal_job(run: Run, machine: Machine, size: Size | None = None, memory: int | None = None) -> Job:
     """For the cluster that the run names, or for this machine. `memory`: bytes of a device, instead of its own.
 
     A layout and micro-batch of the run file are used as they are, even if the planner's estimate says that they do not fit: a rehearsal
-    finds out.
+    finds out. With `engine.name = "xla"` the job is compiled (`rehearsal/compiled_rehearsal`), otherwise a rank of it is run.
     """
-    if run.engine.name != "torch":
-        raise RunError([f'engine.name = "{run.engine.name}" has no rank to rehearse: set engine.name = "torch".'])
     named = planned(run)
     request = PlanRequest(run, None if named else machine, module_size=size)
-    if named and request.cluster.device == "tpu":
-        raise RunError([f"{request.cluster.name} has TPUs, for which there is no program to rehearse: name a cluster of GPUs."])
     device = request.device
     gpus = request.cluster.gpus if named else len(machine.gpus) if device == "cuda" else 0
     if run.train.micro_batch is not None and (run.layout.data is not None or gpus):
         plan = _given(request, gpus)
-        if device == "cuda" and run.model.is_builtin:
+        if device == "cuda" and run.model.is_builtin and run.engine.name == "torch":
             run = _as_planned(run, plan, request)
     else:
         chosen = plan_run(run, request.machine, size=size)
@@ -117,8 +115,9 @@ def rehearsal_job(run: Run, machine: Machine, size: Size | None = None, memory: 
         has, node, island, name = machine.memory, 1 << 30, 1 << 30, ""
     if device == "cpu":
         has = int(CPU_SHARE * has / plan.ranks)
-    gpu = card(name) if device == "cuda" else None
-    return Job(run, plan, RehearsalDevice(card=gpu, capacity=has if memory is None else memory, node=node, island=island))
+    gpu = card(name) if device == "cuda" and run.engine.name == "torch" else None
+    there = RehearsalDevice(card=gpu, capacity=has if memory is None else memory, node=node, island=island)
+    return Job(run, plan, there, name if device == "cuda" else "")
 
 
 def _given(request: PlanRequest, gpus: int) -> Plan:

@@ -17,6 +17,9 @@ from phalanx.spec.run import Run
 from phalanx.xla.forward import Arrays, Model, Tokens, summed_losses
 from phalanx.xla.train_step import StepInputs, StepResults, TrainArrays, make_step
 
+_UNUSED = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+"""Options of XLA's compiler for CPUs, for a program that never runs. They change its machine code, but neither its products and messages nor its memory."""
+
 
 def use_cache(folder: Path) -> None:
     """Compiled programs are kept in this folder, so that a resumed run does not compile again."""
@@ -36,20 +39,32 @@ class CompiledStep:
     flops: float
     """Of one device. The compiler counts a loop once: of all micro-batches it is one."""
     argument_bytes: int
+    result_bytes: int
     donated_bytes: int
     """Of the arguments, which the results take over."""
     temporary_bytes: int
 
+    def compiled_text(self) -> str:
+        """After the compiler divided it: the program of one device, with its messages."""
+        compiled: Any = self.run
+        text: str = compiled.as_text()
+        return text
+
 
 def compile_step(
-    model: Model, run: Run, arguments: tuple[TrainArrays, Tokens, StepInputs], *, keep_gradients: bool = False
+    model: Model,
+    run: Run,
+    arguments: tuple[TrainArrays, Tokens, StepInputs],
+    *,
+    keep_gradients: bool = False,
+    is_run: bool = True,
 ) -> CompiledStep:
-    """The step, compiled for arguments of these shapes."""
+    """The step, compiled for arguments of these shapes. `is_run`: with code that is fast; else only to look at."""
     started = time.perf_counter()
     with jax.set_mesh(model.mesh):
         lowered = make_step(model, run, keep_gradients=keep_gradients).lower(*arguments)
         traced = time.perf_counter()
-        compiled = lowered.compile()
+        compiled = lowered.compile(None if is_run else _UNUSED)
     ended = time.perf_counter()
     memory, cost = compiled.memory_analysis(), compiled.cost_analysis()
     return CompiledStep(
@@ -59,6 +74,7 @@ def compile_step(
         compile_seconds=ended - traced,
         flops=float(cost.get("flops", 0.0)),
         argument_bytes=memory.argument_size_in_bytes,
+        result_bytes=memory.output_size_in_bytes,
         donated_bytes=memory.alias_size_in_bytes,
         temporary_bytes=memory.temp_size_in_bytes,
     )
