@@ -13,6 +13,7 @@ from phalanx.cli.options import AsJson, Overrides, RunFile, parse_size
 from phalanx.cli.output import console, finish
 from phalanx.host.probe import this_machine
 from phalanx.launch.model_check import measure
+from phalanx.planning.request import with_engine
 from phalanx.spec.errors import RunError, refuse
 from phalanx.spec.load import load
 from phalanx.spec.plan import Gpu
@@ -133,7 +134,7 @@ def rehearse(
 ) -> None:
     """Run the program of one rank on fake tensors: peak memory by component, communication, and errors. The exit code is 1 if the
     run would fail. With engine.name=xla the step is compiled for virtual devices instead."""
-    run = load(run_file, overrides or [])
+    run = with_engine(load(run_file, overrides or []))
     limit = None if memory is None else parse_size("--memory", memory)
     if run.engine.name == "xla":
         given = {"--rank": rank != 0, "--all-stages": all_stages, "--messages": messages, "--trace": trace is not None}

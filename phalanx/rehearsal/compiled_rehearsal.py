@@ -268,12 +268,16 @@ def _show_memory(console: Console, rehearsal: CompiledRehearsal) -> None:
     table = Table("memory of a device", f"compiled, {unit}", f"planned, {unit}", box=None, header_style="bold", pad_edge=False)
     for column in table.columns[1:]:
         column.justify = "right"
-    state = ("parameters", "optimizer")
-    rest = sum(size for name, size in planned.items() if name not in state)
-    rows = {name: (size, planned.get(name, 0.0)) for name, size in rehearsal.components.items()}
-    rows["temporary"] = rehearsal.components["temporary"], rest
-    rows["in use"] = rehearsal.in_use, sum(planned.values())
-    for name, (size, expected) in rows.items():
-        told = f"{expected / scale:,.2f}" if planned and name != "batch and results" else ""
-        table.add_row(name, f"{size / scale:,.2f}", told, style="bold" if name == "in use" else None)
+    apart = ("parameters", "optimizer", "fixed")
+    rows: dict[str, tuple[float | None, float | None]] = {
+        name: (size, planned.get(name)) for name, size in rehearsal.components.items()
+    }
+    if planned:
+        rest = sum(size for name, size in planned.items() if name not in apart)
+        rows["temporary"] = rehearsal.components["temporary"], rest
+        rows |= {"runtime and fragmentation": (None, planned["fixed"])} if planned.get("fixed") else {}
+    rows["in use"] = rehearsal.in_use, sum(planned.values()) or None
+    for name, sizes in rows.items():
+        told = ["" if size is None else f"{size / scale:,.2f}" for size in sizes]
+        table.add_row(name, *told, style="bold" if name == "in use" else None)
     console.print(table)

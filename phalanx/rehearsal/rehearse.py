@@ -27,10 +27,11 @@ from torch._subclasses import fake_tensor
 
 from phalanx.launch.model_check import DRIVER
 from phalanx.parallel.pipeline.executor import rank_actions
-from phalanx.planning.machine_fit import CPU_SHARE
+from phalanx.planning.machine_fit import CPU_SHARE, promise_of
 from phalanx.planning.machines.hardware import planned
 from phalanx.planning.planner import plan_run, search
-from phalanx.planning.request import PlanRequest
+from phalanx.planning.request import PlanRequest, with_engine
+from phalanx.planning.search.search import judge
 from phalanx.rehearsal import ledger as memory
 from phalanx.rehearsal.fake_gpu import RehearsalDevice, card
 from phalanx.rehearsal.ledger import COMPONENTS, Ledger, ProgramLocation
@@ -43,7 +44,7 @@ from phalanx.schedules.stage_split import cut, flop_costs
 from phalanx.spec.check_layout import layout_findings
 from phalanx.spec.errors import RunError, refuse
 from phalanx.spec.load import loads
-from phalanx.spec.plan import Machine, Plan, Size
+from phalanx.spec.plan import Machine, Plan, Promise, Size
 from phalanx.spec.run import Run
 
 CONTEXT = 1 << 30
@@ -94,6 +95,7 @@ def rehearsal_job(run: Run, machine: Machine, size: Size | None = None, memory: 
     finds out. With `engine.name = "xla"` the job is compiled (`rehearsal/compiled_rehearsal`), otherwise a rank of it is run.
     """
     named = planned(run)
+    run = with_engine(run)
     request = PlanRequest(run, None if named else machine, module_size=size)
     device = request.device
     gpus = request.cluster.gpus if named else len(machine.gpus) if device == "cuda" else 0
@@ -104,6 +106,8 @@ def rehearsal_job(run: Run, machine: Machine, size: Size | None = None, memory: 
     else:
         chosen = plan_run(run, request.machine, size=size)
         run, plan = chosen.run, chosen.plan
+    if run.engine.name == "xla":
+        plan = replace(plan, promise=_expected(request, run, plan))
     if named:
         cluster = request.cluster
         has, node, island, name = int(cluster.gpu.memory), cluster.node, cluster.island, cluster.gpu.key
@@ -132,6 +136,15 @@ def _given(request: PlanRequest, gpus: int) -> Plan:
     if order := schedule_for(layout, plan.accumulation):
         refuse(order.problems())
     return plan
+
+
+def _expected(request: PlanRequest, run: Run, plan: Plan) -> Promise | None:
+    """What the equations say of the plan, whether it fits or not; None where they do not know the model."""
+    fixed = replace(run, layout=plan.layout, train=replace(run.train, micro_batch=plan.micro_batch))
+    try:
+        return promise_of(judge(fixed, request.devices(plan.ranks)))
+    except RunError:
+        return None
 
 
 def _as_planned(run: Run, plan: Plan, request: PlanRequest) -> Run:

@@ -4,9 +4,11 @@ refuses it by name and ignores nothing."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from phalanx.spec.keys import KEYS
+from phalanx.spec.layout import Layout
 from phalanx.spec.run import Run
 
 TORCH = 'or set engine.name = "torch"'
@@ -51,6 +53,11 @@ _XLA = (
     Refusal("watch.timeline", (False,), "is one compiled program, whose parts it does not see", "remove it"),
 )
 """What the XLA engine lacks, in the order of the run file."""
+
+
+def engine_takes(run: Run, **layout: Any) -> bool:
+    """Whether the run's engine computes a layout with these keys, as far as that depends on the engine."""
+    return not any("layout." in problem for problem in engine_problems(replace(run, layout=replace(Layout(), **layout))))
 
 
 def engine_problems(run: Run) -> Iterator[str]:
