@@ -25,8 +25,6 @@ class Refusal(NamedTuple):
 
 
 _XLA = (
-    Refusal("model.module", (None,), "has no names of dimensions for modules of your own", "use the built-in decoder"),
-    Refusal("model.config", (None,), "has no names of dimensions for models of transformers", "use the built-in decoder"),
     Refusal("model.mtp_depth", (0,), "does not compute multi-token prediction", "remove it"),
     Refusal("train.objective", ("next-token",), "has no reference model", "remove it"),
     Refusal("train.sample_every", (None,), "compiles no generation", "remove it and use `phalanx generate`"),

@@ -19,7 +19,13 @@ from torch import Tensor, nn
 from phalanx.models.moe import AttachLoss
 from phalanx.spec.errors import RunFailed
 
-DTYPES = {torch.float32: jnp.float32, torch.bfloat16: jnp.bfloat16, torch.int64: jnp.int32, torch.int32: jnp.int32}
+DTYPES = {
+    torch.float32: jnp.float32,
+    torch.bfloat16: jnp.bfloat16,
+    torch.int64: jnp.int32,
+    torch.int32: jnp.int32,
+    torch.bool: jnp.bool_,
+}
 """Formats of torch to those of JAX, whose integers have 32 bits."""
 
 

@@ -8,19 +8,23 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import torch
 from jax.sharding import Mesh
 from torch import nn
 
 from phalanx.models import init
-from phalanx.models.custom import axes_of
+from phalanx.models.custom import axes_of, cuts_of, written_axes
 from phalanx.models.moe import Router, routers
+from phalanx.spec.layout import Layout
+from phalanx.spec.model import ModelSpec
 from phalanx.spec.plan import Plan
 from phalanx.spec.run import Run
 from phalanx.xla.bridge import DTYPES, call_module
 from phalanx.xla.device_mesh import SAMPLES, device_mesh, sharding
 from phalanx.xla.model_seams import install
-from phalanx.xla.specs import Placement, placements
+from phalanx.xla.own_seams import buffer_values, install_own, refuse_unknown
+from phalanx.xla.specs import Placement, cut_placements, placements
 
 Arrays = dict[str, jax.Array]
 """By the name of a parameter or buffer."""
@@ -48,6 +52,8 @@ class Model:
     buffers: Mapping[str, jax.ShapeDtypeStruct]
     persistent: frozenset[str]
     """Buffers that a checkpoint holds."""
+    initial: Mapping[str, np.ndarray]
+    """What buffers hold before the first step; those that are not persistent, before every step. Zero where it is not here."""
     products: torch.dtype | None
     """Format of matrix products; None: that of the parameters."""
 
@@ -61,7 +67,14 @@ def traced_model(run: Run, plan: Plan) -> Model:
     module = init.build(run.model)
     mesh = device_mesh(plan.layout)
     shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
-    install(module, mesh, run.memory, sequence=plan.layout.sequence)
+    places: Mapping[str, Placement]
+    if run.model.is_builtin:
+        places = placements(shapes, axes_of(module), plan.layout, run.model)
+        install(module, mesh, run.memory, sequence=plan.layout.sequence)
+    else:
+        refuse_unknown(module, run.memory)
+        places = _inferred_placements(module, shapes, plan.layout)
+        install_own(module, mesh, run.memory, sequence=plan.layout.sequence)
     for router in routers(module).values():
         router.loss_scale = 1 / run.batch_tokens  # the balancing loss is divided as the loss is
     buffers = {name: jax.ShapeDtypeStruct(tuple(b.shape), DTYPES[b.dtype]) for name, b in module.named_buffers()}
@@ -69,11 +82,30 @@ def traced_model(run: Run, plan: Plan) -> Model:
         module=module,
         mesh=mesh,
         shapes=shapes,
-        placements=placements(shapes, axes_of(module), plan.layout, run.model),
+        placements=places,
         buffers=buffers,
         persistent=frozenset(buffers) & module.state_dict().keys(),
+        initial={} if run.model.is_builtin else buffer_values(module),
         products=torch.bfloat16 if plan.compute == "bf16" else None,
     )
+
+
+def _inferred_placements(module: nn.Module, shapes: Mapping[str, tuple[int, ...]], layout: Layout) -> Mapping[str, Placement]:
+    """Of a model that was not written for it: by its own table of names, or as its graph says."""
+    spec = module.spec
+    assert isinstance(spec, ModelSpec), "`models/init` sets the spec"
+    if spec.module is not None and written_axes(spec.module) is not None:
+        return placements(shapes, axes_of(module), layout, spec)
+    return cut_placements(shapes, cuts_of(module, layout.tensor) if layout.tensor > 1 else None, layout)
+
+
+def without_state(model: Model) -> Arrays:
+    """The buffers that no state holds, as every step finds them."""
+    fresh = {name: buffer for name, buffer in model.buffers.items() if name not in model.persistent}
+    return {
+        name: jnp.asarray(model.initial[name], buffer.dtype) if name in model.initial else jnp.zeros(buffer.shape, buffer.dtype)
+        for name, buffer in fresh.items()
+    }
 
 
 def summed_losses(model: Model, params: Arrays, buffers: Arrays, batch: Tokens) -> tuple[jax.Array, Arrays]:

@@ -21,7 +21,7 @@ from phalanx.xla.plain_attention import Scoring, attend
 
 Constrain = Callable[[jax.Array], jax.Array]
 
-_POLICIES = {
+POLICIES = {
     "full": jax.checkpoint_policies.nothing_saveable,
     "selective": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
 }
@@ -34,9 +34,9 @@ def install(model: nn.Module, mesh: Mesh, memory: Memory, *, sequence: bool) -> 
     keep: Constrain = lambda x_BSD: jax.lax.with_sharding_constraint(x_BSD, stream)  # noqa: E731
     seam: Any  # attributes of modules are replaced
     for index, seam in enumerate(model.get_submodule("blocks").children()):
-        seam.attention.attend = _attend
+        seam.attention.attend = attend_in_jax
         if memory.recomputes and index % memory.recompute_every == 0:
-            seam.forward = partial(_recomputed, seam.forward, _POLICIES[memory.recompute])
+            seam.forward = partial(_recomputed, seam.forward, POLICIES[memory.recompute])
         seam.register_forward_hook(lambda module, given, x_BSD: call_jax(keep, x_BSD))
     for seam in model.modules():
         if isinstance(seam, nn.Embedding):
@@ -47,7 +47,7 @@ def install(model: nn.Module, mesh: Mesh, memory: Memory, *, sequence: bool) -> 
             seam.dispatch = _dispatch
 
 
-def _attend(
+def attend_in_jax(
     q_BHSE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, scope: Scope, scale: float | None = None, cap: float | None = None, /
 ) -> Tensor:
     """`models.attention.Attend` by a function of arrays, in the format of matrix products."""

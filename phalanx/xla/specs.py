@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from jax.sharding import PartitionSpec as P
 
-from phalanx.spec.cut_plan import Axes, dim_names
+from phalanx.spec.cut_plan import Axes, CutPlan, dim_names
 from phalanx.spec.layout import Layout
 from phalanx.spec.model import ModelSpec
 
@@ -26,11 +26,30 @@ class Placement:
 
 def placements(shapes: Mapping[str, Sequence[int]], axes: Axes, layout: Layout, spec: ModelSpec) -> dict[str, Placement]:
     """Of every parameter. Moments are divided over `shard` in any case, gradients with ZeRO-2 and 3, values with ZeRO-3."""
+    cuts = {name: _tensor_dims(shape, dim_names(name, axes), layout.tensor, spec) for name, shape in shapes.items()}
+    return _placed(shapes, cuts, layout)
+
+
+def cut_placements(shapes: Mapping[str, Sequence[int]], plan: CutPlan | None, layout: Layout) -> dict[str, Placement]:
+    """The same for a module that was not written for it: the tensor axis divides what the inferred plan divides, where it divides evenly. Of
+    a fused matrix every device has a run of rows, and not a part of each segment: the compiler moves what a slice needs."""
+    cuts: dict[str, list[str | None]] = {}
+    for name, shape in shapes.items():
+        cut = None if plan is None else plan.params.get(name)
+        cuts[name] = [None] * len(shape)
+        if cut is not None and layout.tensor > 1 and shape[cut.dim] % layout.tensor == 0:
+            cuts[name][cut.dim] = "tensor"
+    return _placed(shapes, cuts, layout)
+
+
+def _placed(
+    shapes: Mapping[str, Sequence[int]], cuts: Mapping[str, Sequence[str | None]], layout: Layout
+) -> dict[str, Placement]:
+    """Every parameter with what the tensor axis divides of it, and `shard` by the stage of ZeRO."""
     found = {}
     for name, shape in shapes.items():
-        whole = _tensor_dims(shape, dim_names(name, axes), layout.tensor, spec)
-        sharded = _with_shard(shape, whole, layout.shard)
-        values, gradients = (P(*(sharded if layout.zero >= stage else whole)) for stage in (3, 2))
+        sharded = _with_shard(shape, cuts[name], layout.shard)
+        values, gradients = (P(*(sharded if layout.zero >= stage else cuts[name])) for stage in (3, 2))
         found[name] = Placement(values, gradients, P(*sharded))
     return found
 
