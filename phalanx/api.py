@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from phalanx.evaluation.text_loss import Evaluation
     from phalanx.launch.sweep import MemberResult
     from phalanx.models.sampling import Sampling
+    from phalanx.rehearsal.compiled_rehearsal import CompiledRehearsal
     from phalanx.rehearsal.result import Rehearsal
     from phalanx.training.rate_search import RateSearch
     from phalanx.training.trainer import Trainer
@@ -248,12 +249,14 @@ def verify(run: Run, *, steps: int = 8, ranks: int | None = None, account: bool 
     return prove(_checked(run), steps=steps, ranks=ranks, account=account, gpus=gpus, pool=RankPool if unused else PoolProcess)
 
 
-def rehearse(run: Run, plan: Plan | None = None, *, rank: int = 0, memory: int | None = None) -> Rehearsal:
-    """Runs the program of one rank on fake tensors, without the other ranks: its memory, communication and compute, and errors.
+def rehearse(run: Run, plan: Plan | None = None, *, rank: int = 0, memory: int | None = None) -> Rehearsal | CompiledRehearsal:
+    """Runs the program of one rank on fake tensors, without the other ranks: its memory, communication and compute, and errors. With
+    `engine.name = "xla"` it compiles the step, which is the same on all devices, for virtual ones.
 
     `plan`: a plan of `plan(run)`, by default that of the run's cluster or of this machine; `memory`: bytes of a device, instead of
     its own.
     """
+    from phalanx.rehearsal.compiled_rehearsal import rehearse_compiled
     from phalanx.rehearsal.rehearse import rehearsal_job
     from phalanx.rehearsal.rehearse import rehearse as rehearsed
 
@@ -262,6 +265,8 @@ def rehearse(run: Run, plan: Plan | None = None, *, rank: int = 0, memory: int |
         run = replace(run, layout=plan.layout, train=replace(run.train, micro_batch=plan.micro_batch))
     machine = this_machine()
     job = rehearsal_job(run, machine, measure(run, machine, trace=True), memory)
+    if run.engine.name == "xla":
+        return rehearse_compiled(replace(job, plan=plan or job.plan))
     return rehearsed(job.run, plan or job.plan, rank, job.device)
 
 

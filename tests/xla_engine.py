@@ -154,27 +154,14 @@ def _program(run: Run) -> Program:
 def lowered(run: Run, platform: str | None = None) -> Any:
     """The step of a run for arguments of the right shapes and places, without their values, for this platform or another one."""
     import jax
-    import jax.numpy as jnp
 
-    from phalanx.xla.forward import Tokens, traced_model
-    from phalanx.xla.train_step import Shardings, StepInputs, TrainArrays, make_step
+    from phalanx.xla.abstract_step import abstract_arguments
+    from phalanx.xla.forward import traced_model
+    from phalanx.xla.train_step import make_step
 
     model, plan = traced_model(run, plan_of(run), platform), plan_of(run)
-    places = Shardings.of(model)
-
-    def shape(*lengths: int, dtype: Any = jnp.float32, place: Any = None) -> Any:
-        return jax.ShapeDtypeStruct(lengths, dtype, sharding=place)
-
-    def parameters(where: Any) -> Any:
-        return {name: shape(*model.shapes[name], place=place) for name, place in where.items()}
-
-    buffers = {name: shape(*model.buffers[name].shape, dtype=model.buffers[name].dtype) for name in model.persistent}
-    of = places.state
-    state = TrainArrays(parameters(of.params), parameters(of.means), parameters(of.squares), buffers, shape(dtype=jnp.int32))
-    size = (plan.accumulation, run.batch // plan.accumulation, run.train.sequence_length)
-    rows = shape(*size, dtype=jnp.int32, place=places.batch)
     with jax.set_mesh(model.mesh):
-        step = make_step(model, run).trace(state, Tokens(rows, rows, rows, rows), StepInputs(shape(), shape(), shape()))
+        step = make_step(model, run).trace(*abstract_arguments(model, run, plan))
         return step.lower(lowering_platforms=None if platform is None else (platform,))
 
 
@@ -199,10 +186,15 @@ def kernels(mesh: Mesh, run: Run, platform: str) -> dict[str, int]:
 def programs_without_constraint(mesh: Mesh, run: Run) -> list[Program]:
     """Compiles a step whose parameters stay divided while they compute: a planted mistake."""
     use_virtual_devices(DEVICES)
+    plant_missing_constraint()
+    return [_program(run)]
+
+
+def plant_missing_constraint() -> None:
+    """From now on, parameters stay divided while they compute."""
     from phalanx.xla import forward, model_seams
 
     forward.gathered = model_seams.gathered = list
-    return [_program(run)]
 
 
 def programs_with_undivided_experts(mesh: Mesh, run: Run) -> list[Program]:

@@ -13,7 +13,8 @@ from phalanx.cli.options import AsJson, Overrides, RunFile, parse_size
 from phalanx.cli.output import console, finish
 from phalanx.host.probe import this_machine
 from phalanx.launch.model_check import measure
-from phalanx.spec.errors import RunError
+from phalanx.planning.request import with_engine
+from phalanx.spec.errors import RunError, refuse
 from phalanx.spec.load import load
 from phalanx.spec.plan import Gpu
 from phalanx.spec.run import Run
@@ -132,9 +133,13 @@ def rehearse(
     json: AsJson = False,
 ) -> None:
     """Run the program of one rank on fake tensors: peak memory by component, communication, and errors. The exit code is 1 if the
-    run would fail."""
-    run = load(run_file, overrides or [])
+    run would fail. With engine.name=xla the step is compiled for virtual devices instead."""
+    run = with_engine(load(run_file, overrides or []))
     limit = None if memory is None else parse_size("--memory", memory)
+    if run.engine.name == "xla":
+        given = {"--rank": rank != 0, "--all-stages": all_stages, "--messages": messages, "--trace": trace is not None}
+        _rehearse_compiled(run, limit, [option for option, is_given in given.items() if is_given], json=json)
+        return
     import torch
 
     from phalanx.rehearsal.rehearse import distinct_ranks, rehearsal_job
@@ -156,3 +161,20 @@ def rehearse(
         write_trace(worst, trace)
     stages = {"stages": [result.to_json() for result in results]} if all_stages else {}
     finish(json, worst.to_json(every_message=messages) | stages, worst.fits)
+
+
+def _rehearse_compiled(run: Run, limit: int | None, given: list[str], *, json: bool) -> None:
+    """Compiles the step of a run of the XLA engine. `given`: options that are about single ranks."""
+    refuse(
+        [f'{option} is for ranks, but the devices of engine.name = "xla" all run one program: remove it.' for option in given]
+    )
+    from phalanx.rehearsal.compiled_rehearsal import rehearse_compiled, show_compiled
+    from phalanx.rehearsal.rehearse import rehearsal_job
+
+    with console.status("planning") as status:
+        machine = this_machine()
+        job = rehearsal_job(run, machine, measure(run, machine, trace=True), limit)
+        status.update("compiling")
+        result = rehearse_compiled(job)
+    show_compiled(console, result)
+    finish(json, result.to_json(), result.fits)

@@ -312,7 +312,8 @@ def _rolled_back(event: records.Rewound) -> str:
 
 def _compiled(event: records.StepCompiled) -> str:
     needs = f"{size(event.arguments)} of state and batch and {size(event.temporary)} more on each device"
-    return f"compiled in {duration(event.seconds)}: {needs}"
+    how = "traced, and read from the cache of compiled programs," if event.was_cached else "compiled"
+    return f"{how} in {duration(event.seconds)}: {needs}"
 
 
 def _hosts_line(event: records.HostsChecked) -> str:

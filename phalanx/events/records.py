@@ -115,6 +115,8 @@ class StepCompiled(Event):
     """Of these, what the new state takes over."""
     temporary: int
     """What the step needs besides its arguments."""
+    was_cached: bool = False
+    """Whether an earlier start or another run had compiled it, so that it was read from the cache."""
 
 
 class StepAccounted(Event):

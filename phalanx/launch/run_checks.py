@@ -9,7 +9,6 @@ import os
 import shutil
 import socket
 from collections.abc import Callable, Iterator
-from importlib.util import find_spec
 from pathlib import Path
 
 from phalanx.checkpointing import directory
@@ -28,6 +27,7 @@ from phalanx.host.env import secret
 from phalanx.host.interfaces import address_of
 from phalanx.host.probe import lacks_instructions
 from phalanx.launch.changed_settings import check_changes
+from phalanx.spec.check_engine import missing_engine
 from phalanx.spec.errors import RUN_FILE, RunError, toml
 from phalanx.spec.load import loads
 from phalanx.spec.plan import Machine, Plan
@@ -54,13 +54,7 @@ _PADDING_NOTICE = 0.001  # fraction of padding below which it is not reported
 
 def missing_packages(run: Run) -> list[str]:
     """Packages that the run needs and that are not installed."""
-    lacking = [name for name in ("jax", "torchax") if run.engine.name == "xla" and find_spec(name) is None]
-    engine = (
-        [f'engine.name = "xla" needs {" and ".join(lacking)}: install them with `pip install "phalanx[xla]"`.']
-        if lacking
-        else []
-    )
-    return engine + [
+    return missing_engine(run) + [
         f"{kind.key} needs the package {kind.package}, which is not installed: pip install 'phalanx[{kind.extra}]', "
         f"or {f'set {kind.key[: -len(_ON)]} = false' if kind.key.endswith(_ON) else f'remove {kind.key}'}."
         for kind in sinks_of(run.watch).values()

@@ -21,10 +21,10 @@ _SCOPE = Scope(None)
 """All earlier positions: a module that calls for causal attention without a mask does not keep documents apart."""
 
 
-def install(model: nn.Module) -> None:
+def install(model: nn.Module, attend: Callable[..., Any] = attend_locally) -> None:
     """Gives every layer its `attend`, and makes it call that, also when it is recomputed; without a list of layers, the module itself."""
     for module in _holders(model):
-        module.attend = attend_locally
+        module.attend = attend
         module.forward = partial(_forward, module, module.forward)
 
 

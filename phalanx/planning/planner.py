@@ -130,7 +130,7 @@ def plan_run(run: Run, machine: Machine | None, ranks: int | None = None, size: 
 
 
 def _of_xla(planned: PlannedRun, run: Run) -> PlannedRun:
-    """The layout as given. The cost model knows only what the torch engine does: it promises nothing, and opens no choice for another engine."""
+    """The layout as given, without a promise: times of this engine on this machine are not known."""
     memory = replace(planned.run.memory, compile=None, cuda_graphs=None, loss_chunk=run.memory.loss_chunk, offload="none")
     each = devices_per_process(planned.run, planned.plan.ranks)
     made = replace(planned.plan, promise=None, devices_per_process=each)

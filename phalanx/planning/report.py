@@ -242,11 +242,14 @@ def candidate_json(candidate: Candidate) -> dict[str, Any]:
 
 def run_file_tables(candidate: Candidate) -> str:
     """The tables to paste into the run file to get this candidate, whatever a later plan would choose."""
-    lines = ["[layout]", *(f"{key} = {toml(value)}" for key, value in layout_keys(candidate.layout).items())]
+    lines = ["[engine]", 'name = "xla"', ""] if candidate.engine == "xla" else []
+    lines += ["[layout]", *(f"{key} = {toml(value)}" for key, value in layout_keys(candidate.layout).items())]
     lines += ["", "[train]", f"micro_batch = {candidate.micro_batch}"]
     lines += ["", "[precision]", f"compute = {toml(candidate.compute)}"]
     lines += ["", "[memory]", f"recompute = {toml(candidate.recompute)}"]
     lines += [f"recompute_every = {candidate.recompute_every}"] if candidate.recompute_every > 1 else []
+    if candidate.engine == "xla":
+        return "\n".join(lines)
     lines.append(f"offload = {toml(candidate.offload)}")
     lines += [f"compile = {toml(candidate.compiled)}"] if candidate.compiled or candidate.compute != "fp32" else []
     return "\n".join(lines)

@@ -9,13 +9,16 @@ from typing import Literal
 from phalanx.planning.machines.catalogue import find_gpu
 from phalanx.planning.machines.cluster import Hardware
 from phalanx.planning.machines.cpu import cpu_hardware
-from phalanx.planning.machines.hardware import hardware
+from phalanx.planning.machines.hardware import hardware, planned
 from phalanx.planning.search.search import NO_LIMITS, Aim, Limits
 from phalanx.planning.search.space import largest_divisor
 from phalanx.schedules.makers import schedule_for
 from phalanx.spec.adapted_layers import adapter_parameters, flops_per_token
+from phalanx.spec.check_engine import engine_problems
 from phalanx.spec.check_layout import layout_findings
-from phalanx.spec.errors import RunError
+from phalanx.spec.engine import Engine
+from phalanx.spec.errors import RunError, refuse
+from phalanx.spec.keys import apply_rules
 from phalanx.spec.layout import Layout
 from phalanx.spec.plan import Gpu, Machine, Plan, Size
 from phalanx.spec.run import Memory, Run
@@ -48,10 +51,13 @@ class PlanRequest:
     """Runners-up in the report."""
 
     def __post_init__(self) -> None:
-        """Everything that predicts reads the size of a custom module off the run's model."""
+        """Everything that predicts reads the size of a custom module off the run's model, and the engine off the run. RunError where the machines
+        need another engine than the run file's, and that lacks something."""
         if self.module_size is not None:
             model = replace(self.run.model, measured=self.module_size)
             object.__setattr__(self, "run", replace(self.run, model=model))
+        if self.machine is None:
+            object.__setattr__(self, "run", with_engine(self.run))
 
     @property
     def cluster(self) -> Hardware:
@@ -217,6 +223,16 @@ class PlanRequest:
         peaks = [entry.peak(self.compute) if entry else None for entry in entries]
         known = [peak for peak in peaks if peak is not None]
         return sum(known) if len(known) == len(peaks) else None
+
+
+def with_engine(run: Run) -> Run:
+    """The run with the engine that the devices of its cluster need. RunError where that lacks something."""
+    if run.engine.name != "torch" or not planned(run) or (cluster := hardware(run, None)).device != "tpu":
+        return run
+    run = replace(run, engine=Engine(name="xla"))
+    why = f'{cluster.name} has TPUs, which only engine.name = "xla" computes on.'
+    refuse([f"{why} {finding.sentence}" for finding in apply_rules(run, engine_problems)])
+    return run
 
 
 def devices_of(run: Run, machine: Machine, ranks: int, threads: int, device: str) -> Hardware:

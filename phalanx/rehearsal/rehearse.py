@@ -27,10 +27,11 @@ from torch._subclasses import fake_tensor
 
 from phalanx.launch.model_check import DRIVER
 from phalanx.parallel.pipeline.executor import rank_actions
-from phalanx.planning.machine_fit import CPU_SHARE
+from phalanx.planning.machine_fit import CPU_SHARE, promise_of
 from phalanx.planning.machines.hardware import planned
 from phalanx.planning.planner import plan_run, search
-from phalanx.planning.request import PlanRequest
+from phalanx.planning.request import PlanRequest, with_engine
+from phalanx.planning.search.search import judge
 from phalanx.rehearsal import ledger as memory
 from phalanx.rehearsal.extrapolate import SampledLayers, profile
 from phalanx.rehearsal.fake_gpu import RehearsalDevice, card
@@ -44,7 +45,7 @@ from phalanx.schedules.stage_split import cut, flop_costs
 from phalanx.spec.check_layout import layout_findings
 from phalanx.spec.errors import RunError, refuse
 from phalanx.spec.load import loads
-from phalanx.spec.plan import Machine, Plan, Size
+from phalanx.spec.plan import Machine, Plan, Promise, Size
 from phalanx.spec.run import Run
 
 CONTEXT = 1 << 30
@@ -84,29 +85,30 @@ class Job:
     run: Run
     plan: Plan
     device: RehearsalDevice
+    name: str = ""
+    """Of the device, in the catalogue or as the driver has it; empty: a CPU."""
 
 
 def rehearsal_job(run: Run, machine: Machine, size: Size | None = None, memory: int | None = None) -> Job:
     """For the cluster that the run names, or for this machine. `memory`: bytes of a device, instead of its own.
 
     A layout and micro-batch of the run file are used as they are, even if the planner's estimate says that they do not fit: a rehearsal
-    finds out.
+    finds out. With `engine.name = "xla"` the job is compiled (`rehearsal/compiled_rehearsal`), otherwise a rank of it is run.
     """
-    if run.engine.name != "torch":
-        raise RunError([f'engine.name = "{run.engine.name}" has no rank to rehearse: set engine.name = "torch".'])
     named = planned(run)
+    run = with_engine(run)
     request = PlanRequest(run, None if named else machine, module_size=size)
-    if named and request.cluster.device == "tpu":
-        raise RunError([f"{request.cluster.name} has TPUs, for which there is no program to rehearse: name a cluster of GPUs."])
     device = request.device
     gpus = request.cluster.gpus if named else len(machine.gpus) if device == "cuda" else 0
     if run.train.micro_batch is not None and (run.layout.data is not None or gpus):
         plan = _given(request, gpus)
-        if device == "cuda" and run.model.is_builtin:
+        if device == "cuda" and run.model.is_builtin and run.engine.name == "torch":
             run = _as_planned(run, plan, request)
     else:
         chosen = plan_run(run, request.machine, size=size)
         run, plan = chosen.run, chosen.plan
+    if run.engine.name == "xla":
+        plan = replace(plan, promise=_expected(request, run, plan))
     if named:
         cluster = request.cluster
         has, node, island, name = int(cluster.gpu.memory), cluster.node, cluster.island, cluster.gpu.key
@@ -118,8 +120,9 @@ def rehearsal_job(run: Run, machine: Machine, size: Size | None = None, memory: 
         has, node, island, name = machine.memory, 1 << 30, 1 << 30, ""
     if device == "cpu":
         has = int(CPU_SHARE * has / plan.ranks)
-    gpu = card(name) if device == "cuda" else None
-    return Job(run, plan, RehearsalDevice(card=gpu, capacity=has if memory is None else memory, node=node, island=island))
+    gpu = card(name) if device == "cuda" and run.engine.name == "torch" else None
+    there = RehearsalDevice(card=gpu, capacity=has if memory is None else memory, node=node, island=island)
+    return Job(run, plan, there, name if device == "cuda" else "")
 
 
 def _given(request: PlanRequest, gpus: int) -> Plan:
@@ -134,6 +137,15 @@ def _given(request: PlanRequest, gpus: int) -> Plan:
     if order := schedule_for(layout, plan.accumulation):
         refuse(order.problems())
     return plan
+
+
+def _expected(request: PlanRequest, run: Run, plan: Plan) -> Promise | None:
+    """What the equations say of the plan, whether it fits or not; None where they do not know the model."""
+    fixed = replace(run, layout=plan.layout, train=replace(run.train, micro_batch=plan.micro_batch))
+    try:
+        return promise_of(judge(fixed, request.devices(plan.ranks)))
+    except RunError:
+        return None
 
 
 def _as_planned(run: Run, plan: Plan, request: PlanRequest) -> Run:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,23 @@ class Message:
     action: str
     times: int = 1
     """How often the whole step sends it."""
+
+
+def bytes_by_use(messages: Iterable[Message]) -> dict[str, dict[str, int]]:
+    """Bytes of a step by use and collective."""
+    by_use: dict[str, dict[str, int]] = {}
+    for message in messages:
+        row = by_use.setdefault(message.use, {})
+        row[message.collective] = row.get(message.collective, 0) + message.bytes * message.times
+    return by_use
+
+
+def bytes_by_tier(messages: Iterable[Message]) -> dict[str, int]:
+    """Bytes of a step by the slowest links that they cross."""
+    tiers: Counter[str] = Counter()
+    for message in messages:
+        tiers[message.tier] += message.bytes * message.times
+    return dict(tiers)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,20 +126,11 @@ class Rehearsal:
 
     @property
     def sent(self) -> dict[str, dict[str, int]]:
-        """Bytes of a step by use and collective."""
-        by_use: dict[str, dict[str, int]] = {}
-        for message in self.messages:
-            row = by_use.setdefault(message.use, {})
-            row[message.collective] = row.get(message.collective, 0) + message.bytes * message.times
-        return by_use
+        return bytes_by_use(self.messages)
 
     @property
     def tiers(self) -> dict[str, int]:
-        """Bytes of a step by the slowest links that they cross."""
-        tiers: Counter[str] = Counter()
-        for message in self.messages:
-            tiers[message.tier] += message.bytes * message.times
-        return dict(tiers)
+        return bytes_by_tier(self.messages)
 
     @property
     def message_count(self) -> int:
@@ -161,11 +170,10 @@ def show(console: Console, rehearsal: Rehearsal) -> None:
     if rehearsal.no_room is not None:
         console.print(f"would run out of memory: {rehearsal.no_room}", style="red", soft_wrap=True)
     _show_memory(console, rehearsal)
-    if rehearsal.messages:
-        _show_messages(console, rehearsal)
+    show_messages(console, rehearsal.messages)
     all_flops = sum(rehearsal.flops.values())
     again = f", {rehearsal.repeated_flops / max(all_flops, 1):.0%} of them repeated" if rehearsal.repeated_flops else ""
-    console.print(f"operations of a step: {_flops(all_flops)}{again}")
+    console.print(f"operations of a step: {flops_text(all_flops)}{again}")
     taken = (
         f"{rehearsal.taken} of {rehearsal.micro_batches} micro-batches were taken through the program, in {rehearsal.seconds:.1f} s; "
         "the others do the same."
@@ -177,12 +185,12 @@ def show(console: Console, rehearsal: Rehearsal) -> None:
 def verdict(rehearsal: Rehearsal) -> str:
     """Whether the rank fits, as the first sentence of the report."""
     who = f"rank {rehearsal.rank} of {rehearsal.ranks:,} ({rehearsal.device})"
-    unit, scale = _unit(max(rehearsal.in_use, rehearsal.capacity or 0))
+    unit, scale = unit_of(max(rehearsal.in_use, rehearsal.capacity or 0))
     used = f"{rehearsal.in_use / scale:,.1f}"
     if rehearsal.error is not None:
         return f"fails: {who}"
     if rehearsal.no_room is not None:
-        unit, scale = _unit(rehearsal.capacity or 0)
+        unit, scale = unit_of(rehearsal.capacity or 0)
         return f"does not fit in {(rehearsal.capacity or 0) / scale:,.1f} {unit}: {who}"
     if rehearsal.capacity is None:
         return f"needs {used} {unit}: {who}; the memory of its device is not known, --memory sets it"
@@ -192,12 +200,12 @@ def verdict(rehearsal: Rehearsal) -> str:
 _UNITS = (("GiB", 2.0**30), ("MiB", 2.0**20), ("KiB", 2.0**10))
 
 
-def _unit(size: float) -> tuple[str, float]:
+def unit_of(size: float) -> tuple[str, float]:
     """A unit that suits a number of bytes, and its size."""
     return next(((name, scale) for name, scale in _UNITS if size >= scale), _UNITS[-1])
 
 
-def _flops(count: float) -> str:
+def flops_text(count: float) -> str:
     for name, scale in (("PFLOP", 1e15), ("TFLOP", 1e12), ("GFLOP", 1e9)):
         if count >= scale:
             return f"{count / scale:,.1f} {name}"
@@ -205,7 +213,7 @@ def _flops(count: float) -> str:
 
 
 def _show_memory(console: Console, rehearsal: Rehearsal) -> None:
-    unit, scale = _unit(rehearsal.peak)
+    unit, scale = unit_of(rehearsal.peak)
     table = Table("memory at the peak", unit, box=None, header_style="bold", pad_edge=False)
     table.columns[1].justify = "right"
 
@@ -230,16 +238,21 @@ def _show_memory(console: Console, rehearsal: Rehearsal) -> None:
     console.print(f"made in ({unit}): {most}", style="dim", soft_wrap=True)
 
 
-def _show_messages(console: Console, rehearsal: Rehearsal) -> None:
-    unit, scale = _unit(max(max(kinds.values()) for kinds in rehearsal.sent.values()))
+def show_messages(console: Console, messages: Sequence[Message]) -> None:
+    """Prints what a device sends in a step, by use and by reach."""
+    if not messages:
+        return
+    sent = bytes_by_use(messages)
+    unit, scale = unit_of(max(max(kinds.values()) for kinds in sent.values()))
     table = Table("sent in a step", "collective", unit, box=None, header_style="bold", pad_edge=False)
     table.columns[2].justify = "right"
-    for use, kinds in rehearsal.sent.items():
+    for use, kinds in sent.items():
         for collective, size in kinds.items():
             table.add_row(use, collective, f"{size / scale:,.3f}")
     console.print(table)
-    tiers = ", ".join(f"{name} {size / scale:,.2f}" for name, size in rehearsal.tiers.items())
-    console.print(f"{rehearsal.message_count:,} messages; {unit} by the farthest that they reach: {tiers}", soft_wrap=True)
+    tiers = ", ".join(f"{name} {size / scale:,.2f}" for name, size in bytes_by_tier(messages).items())
+    count = sum(message.times for message in messages)
+    console.print(f"{count:,} messages; {unit} by the farthest that they reach: {tiers}", soft_wrap=True)
 
 
 def write_trace(rehearsal: Rehearsal, path: Path) -> None:

@@ -4,10 +4,13 @@ refuses it by name and ignores nothing."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 from phalanx.spec.errors import nearest_divisors
 from phalanx.spec.keys import KEYS
+from phalanx.spec.layout import Layout
 from phalanx.spec.run import Run
 
 TORCH = 'or set engine.name = "torch"'
@@ -24,8 +27,6 @@ class Refusal(NamedTuple):
 
 
 _XLA = (
-    Refusal("model.module", (None,), "has no names of dimensions for modules of your own", "use the built-in decoder"),
-    Refusal("model.config", (None,), "has no names of dimensions for models of transformers", "use the built-in decoder"),
     Refusal("model.mtp_depth", (0,), "does not compute multi-token prediction", "remove it"),
     Refusal("train.objective", ("next-token",), "has no reference model", "remove it"),
     Refusal("train.sample_every", (None,), "compiles no generation", "remove it and use `phalanx generate`"),
@@ -46,6 +47,19 @@ _XLA = (
     Refusal("watch.timeline", (False,), "is one compiled program, whose parts it does not see", "remove it"),
 )
 """What the XLA engine lacks, in the order of the run file."""
+
+
+def engine_takes(run: Run, **layout: Any) -> bool:
+    """Whether the run's engine computes a layout with these keys, as far as that depends on the engine."""
+    return not any("layout." in problem for problem in engine_problems(replace(run, layout=replace(Layout(), **layout))))
+
+
+def missing_engine(run: Run) -> list[str]:
+    """Why the engine of a run cannot compute on this machine: its extra is not installed."""
+    lacking = [name for name in ("jax", "torchax") if run.engine.name == "xla" and find_spec(name) is None]
+    if not lacking:
+        return []
+    return [f'engine.name = "xla" needs {" and ".join(lacking)}: install them with `pip install "phalanx[xla]"`.']
 
 
 def engine_problems(run: Run) -> Iterator[str]:

@@ -31,9 +31,6 @@ from phalanx.xla.compiled import use_cache
 from phalanx.xla.join_processes import join, leave
 from phalanx.xla.xla_trainer import XlaTrainer
 
-_CACHE = "compiled"
-"""Folder of the run directory with compiled programs, which a resumed run does not compile again."""
-
 
 class XlaRank(RankProcess[XlaTrainer]):
     """A process with some of the run's devices, which is a rank of the control plane."""
@@ -52,7 +49,7 @@ class XlaRank(RankProcess[XlaTrainer]):
 
     def _join(self, order: protocol.BeginRank) -> Mesh:
         """Over gloo for what the hosts agree on; the devices meet through JAX."""
-        use_cache(self._rundir.path / _CACHE)
+        use_cache(self._run)
         mesh = connect(order.place, "cpu", self._run.resilience.timeout, Layout(data=order.place.ranks))
         join(mesh, order.begin.plan)
         return mesh

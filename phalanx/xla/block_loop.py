@@ -31,7 +31,7 @@ class StackPlaces(Protocol):
         ...
 
 
-_POLICIES = {
+POLICIES = {
     "full": jax.checkpoint_policies.nothing_saveable,
     "selective": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
 }
@@ -43,7 +43,7 @@ def install(model: nn.Module, memory: Memory, places: StackPlaces) -> None:
     """Replace the forwards of blocks. Modules whose Python we do not know keep theirs, but for blocks that are recomputed."""
     blocks = dict(model.get_submodule("blocks").named_children())
     policies = {
-        name: _POLICIES[memory.recompute] if memory.recomputes and index % memory.recompute_every == 0 else None
+        name: POLICIES[memory.recompute] if memory.recomputes and index % memory.recompute_every == 0 else None
         for index, name in enumerate(blocks)
     }
     kinds = [(_kind(model, name, block), policies[name]) for name, block in blocks.items()]

@@ -19,7 +19,13 @@ from torch import Tensor, nn
 from phalanx.models.moe import AttachLoss
 from phalanx.spec.errors import RunFailed
 
-DTYPES = {torch.float32: jnp.float32, torch.bfloat16: jnp.bfloat16, torch.int64: jnp.int32, torch.int32: jnp.int32}
+DTYPES = {
+    torch.float32: jnp.float32,
+    torch.bfloat16: jnp.bfloat16,
+    torch.int64: jnp.int32,
+    torch.int32: jnp.int32,
+    torch.bool: jnp.bool_,
+}
 """Formats of torch to those of JAX, whose integers have 32 bits."""
 
 
@@ -87,6 +93,12 @@ MAPPED: dict[type[torch.autograd.Function], Callable[..., Any]] = {AttachLoss: _
 def call_jax(function: Callable[..., Any], *tensors: Any) -> Any:
     """A function of arrays, called with tensors, or with lists and dicts of them, in a traced module."""
     return _torchax().interop.call_jax(function, *tensors)
+
+
+def call_traced(function: Callable[..., Tensor], x: jax.Array, *rest: Any) -> jax.Array:
+    """A part of a traced module, called with an array by a transformation of JAX. `rest`: what it gets as it is."""
+    result: jax.Array = _torchax().interop.jax_view(function(_torchax().interop.torch_view(x), *rest))
+    return result
 
 
 def call_part(

@@ -50,13 +50,17 @@ def initial_state(model: Model, run: Run) -> TrainArrays:
     def zeros(name: str) -> jax.Array:
         return jnp.zeros(model.shapes[name], moments, device=places.means[name])
 
+    def buffer(name: str) -> jax.Array:
+        shape, place = model.buffers[name], places.buffers[name]
+        if name in model.initial:
+            return jax.device_put(jnp.asarray(model.initial[name], shape.dtype), place)
+        return jnp.zeros(shape.shape, shape.dtype, device=place)
+
     return TrainArrays(
         params={name: drawn(name) for name in model.shapes},
         means={name: zeros(name) for name in model.shapes},
         squares={name: zeros(name) for name in places.squares},
-        buffers={
-            n: jnp.zeros(model.buffers[n].shape, model.buffers[n].dtype, device=places.buffers[n]) for n in places.buffers
-        },
+        buffers={name: buffer(name) for name in places.buffers},
         updates=jnp.zeros((), jnp.int32, device=places.updates),
     )
 

@@ -8,21 +8,25 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import torch
 from jax.sharding import Mesh
 from torch import nn
 
 from phalanx.models import init
-from phalanx.models.custom import axes_of
+from phalanx.models.custom import axes_of, cuts_of, written_axes
 from phalanx.models.decoder import Decoder
 from phalanx.models.moe import Router, routers
+from phalanx.spec.layout import Layout
+from phalanx.spec.model import ModelSpec
 from phalanx.spec.plan import Plan
 from phalanx.spec.run import Run
 from phalanx.xla.bridge import DTYPES, call_module
 from phalanx.xla.device_mesh import SAMPLES, device_mesh, mesh_size, platform_of, sharding
 from phalanx.xla.model_seams import install
 from phalanx.xla.newton_schulz import is_updated_by_muon
-from phalanx.xla.specs import Placement, gathered, placements
+from phalanx.xla.own_seams import buffer_values, install_own, refuse_unknown
+from phalanx.xla.specs import Placement, cut_placements, gathered, placements
 
 Arrays = dict[str, jax.Array]
 """By the name of a parameter or buffer."""
@@ -50,6 +54,8 @@ class Model:
     buffers: Mapping[str, jax.ShapeDtypeStruct]
     persistent: frozenset[str]
     """Buffers that a checkpoint holds."""
+    initial: Mapping[str, np.ndarray]
+    """What buffers hold before the first step; those that are not persistent, before every step. Zero where it is not here."""
     products: torch.dtype | None
     """Format of matrix products; None: that of the parameters."""
     by_muon: frozenset[str]
@@ -68,8 +74,15 @@ def traced_model(run: Run, plan: Plan, platform: str | None = None) -> Model:
     module = init.build(run.model)
     mesh = device_mesh(plan.layout)
     shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
-    places = placements(shapes, axes_of(module), plan.layout, run.model)
-    install(module, mesh, run.memory, plan.layout, places, platform or platform_of(mesh))
+    kernels = platform or platform_of(mesh)
+    places: Mapping[str, Placement]
+    if run.model.is_builtin:
+        places = placements(shapes, axes_of(module), plan.layout, run.model)
+        install(module, mesh, run.memory, plan.layout, places, kernels)
+    else:
+        refuse_unknown(module, run.memory)
+        places = _inferred_placements(module, shapes, plan.layout)
+        install_own(module, mesh, run.memory, plan.layout, kernels)
     for router in routers(module).values():
         router.loss_scale = 1 / run.batch_tokens  # the balancing loss is divided as the loss is
     buffers = {name: jax.ShapeDtypeStruct(tuple(b.shape), DTYPES[b.dtype]) for name, b in module.named_buffers()}
@@ -80,16 +93,36 @@ def traced_model(run: Run, plan: Plan, platform: str | None = None) -> Model:
         placements=places,
         buffers=buffers,
         persistent=frozenset(buffers) & module.state_dict().keys(),
+        initial={} if run.model.is_builtin else buffer_values(module),
         products=torch.bfloat16 if plan.compute == "bf16" else None,
         by_muon=frozenset(name for name in shapes if run.optimizer.name == "muon" and is_updated_by_muon(name, shapes[name])),
         loss_chunk=run.memory.loss_chunk or None,
     )
 
 
+def _inferred_placements(module: nn.Module, shapes: Mapping[str, tuple[int, ...]], layout: Layout) -> Mapping[str, Placement]:
+    """Of a model that was not written for it: by its own table of names, or as its graph says."""
+    spec = module.spec
+    assert isinstance(spec, ModelSpec), "`models/init` sets the spec"
+    if spec.module is not None and written_axes(spec.module) is not None:
+        return placements(shapes, axes_of(module), layout, spec)
+    return cut_placements(shapes, cuts_of(module, layout.tensor) if layout.tensor > 1 else None, layout)
+
+
+def without_state(model: Model) -> Arrays:
+    """The buffers that no state holds, as every step finds them."""
+    fresh = {name: buffer for name, buffer in model.buffers.items() if name not in model.persistent}
+    return {
+        name: jnp.asarray(model.initial[name], buffer.dtype) if name in model.initial else jnp.zeros(buffer.shape, buffer.dtype)
+        for name, buffer in fresh.items()
+    }
+
+
 def summed_losses(model: Model, params: Arrays, buffers: Arrays, batch: Tokens) -> tuple[jax.Array, Arrays]:
     """The sum of the losses of all targets that count, and the buffers after the forward."""
     inputs = (batch.tokens, batch.positions, batch.documents)
-    given = {name: value if name.startswith("blocks.") else _gathered(model, name, value) for name, value in params.items()}
+    looped = "blocks." if isinstance(model.module, Decoder) else ()  # each block gathers its own
+    given = {name: value if name.startswith(looped) else _gathered(model, name, value) for name, value in params.items()}
     output, after = call_module(model.module, {**given, **buffers}, inputs, model.products, tuple(buffers))
     if model.loss_chunk is not None:
         states_BSD, weight_VD = output  # as `model_seams` has it
@@ -98,7 +131,7 @@ def summed_losses(model: Model, params: Arrays, buffers: Arrays, batch: Tokens) 
 
 
 def _gathered(model: Model, name: str, value: jax.Array) -> jax.Array:
-    """A parameter outside of blocks, whole over `shard` while it computes; those of blocks are gathered by each block."""
+    """A parameter, whole over `shard` while it computes."""
     return jax.lax.with_sharding_constraint(value, sharding(model.mesh, *gathered(model.placements[name].value)))
 
 

@@ -125,10 +125,11 @@ class GlobalFeed:
         return GlobalBatch(tuple(array.astype(np.int32)[None] for array in inputs), batch.digest, self._block)
 
     def _inputs(self, batch: Batch) -> tuple[np.ndarray, ...]:
-        """In the order of the devices that divide sequences: all that is computed besides attention is the same in any order."""
+        """In the order of the devices that divide sequences: all that the built-in decoder computes besides attention is the same in any order."""
         documents = (batch.documents,) if self._run.data.document_mask else ()
         arrays, devices = (batch.tokens, batch.targets, batch.positions, *documents), self._plan.layout.context
-        return arrays if devices == 1 else tuple(array[:, zigzag(array.shape[1], devices)] for array in arrays)
+        straight = devices == 1 or not self._run.model.is_builtin
+        return arrays if straight else tuple(array[:, zigzag(array.shape[1], devices)] for array in arrays)
 
     def close(self) -> None:
         """Ends the reader and drops what it has read ahead."""

@@ -27,9 +27,9 @@ from phalanx.xla.specs import Placement, gathered
 Constrain = Callable[[jax.Array], jax.Array]
 
 
-def attention_devices(mesh: Mesh, layout: Layout, platform: str) -> Devices:
-    """How attention is divided. Devices of the context axis hold an early and a late piece of every sequence, as causal attention has more to do for
-    late positions."""
+def attention_devices(mesh: Mesh, layout: Layout, platform: str, *, zigzag: bool) -> Devices:
+    """How attention is divided. `zigzag`: devices of the context axis hold an early and a late piece of every sequence, as causal attention has more to do
+    for late positions."""
     return Devices(
         platform=platform,  # type: ignore[arg-type]
         mesh=mesh,
@@ -37,7 +37,7 @@ def attention_devices(mesh: Mesh, layout: Layout, platform: str) -> Devices:
         heads=mesh_axes(mesh, "tensor"),
         sequence=mesh_axes(mesh, "context"),
         context="ring" if layout.context_method == "ring" else "gather",
-        order="zigzag",
+        order="zigzag" if zigzag else "straight",
     )
 
 
@@ -47,10 +47,10 @@ def install(
     """Fill the seams of a model on the meta device. `platform`: whose kernels compute."""
     stream = sharding(mesh, SAMPLES, POSITIONS if layout.sequence else "context", None)
     keep: Constrain = lambda x_BSD: jax.lax.with_sharding_constraint(x_BSD, stream)  # noqa: E731
-    devices = attention_devices(mesh, layout, platform)
+    devices = attention_devices(mesh, layout, platform, zigzag=True)
     seam: Any  # attributes of modules are replaced
     for seam in model.get_submodule("blocks").children():
-        seam.attention.attend = partial(_attend, devices)
+        seam.attention.attend = partial(attend_in_jax, devices)
         seam.forward = partial(_kept, seam.forward, keep)
     for seam in model.modules():
         if isinstance(seam, nn.Embedding):
@@ -88,7 +88,9 @@ def _kept(forward: Callable[..., Tensor], keep: Constrain, x_BSD: Tensor, *rest:
     return out
 
 
-def _attend(devices: Devices, q_BHSE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, scope: Scope, /, *scores: float | None) -> Tensor:
+def attend_in_jax(
+    devices: Devices, q_BHSE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, scope: Scope, /, *scores: float | None
+) -> Tensor:
     """`models.attention.Attend` by a function of arrays, in the format of matrix products. `scores`: their scale and soft cap."""
     dtype, scoring = products_in(), Scoring(scope.window, *scores)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from jax.sharding import PartitionSpec as P
 
-from phalanx.spec.cut_plan import Axes, dim_names
+from phalanx.spec.cut_plan import Axes, CutPlan, dim_names
 from phalanx.spec.layout import Layout
 from phalanx.spec.model import ModelSpec
 
@@ -31,14 +31,30 @@ def placements(shapes: Mapping[str, Sequence[int]], axes: Axes, layout: Layout, 
     for name, shape in shapes.items():
         dims = dim_names(name, axes)
         if "expert" in dims:
-            whole = _expert_dims(dims, layout)
-            sharded = _with_shard(shape, whole, "expert_shard", layout.expert_shard)
+            found[name] = _placement(shape, _expert_dims(dims, layout), layout, "expert_shard", layout.expert_shard)
         else:
-            whole = _tensor_dims(shape, dims, layout.tensor, spec)
-            sharded = _with_shard(shape, whole, "shard", layout.shard)
-        values, gradients = (P(*(sharded if layout.zero >= stage else whole)) for stage in (3, 2))
-        found[name] = Placement(values, gradients, P(*sharded))
+            found[name] = _placement(shape, _tensor_dims(shape, dims, layout.tensor, spec), layout, "shard", layout.shard)
     return found
+
+
+def cut_placements(shapes: Mapping[str, Sequence[int]], plan: CutPlan | None, layout: Layout) -> dict[str, Placement]:
+    """The same for a module that was not written for it: the tensor axis divides what the inferred plan divides, where it divides evenly. Of
+    a fused matrix every device has a run of rows, and not a part of each segment: the compiler moves what a slice needs."""
+    found = {}
+    for name, shape in shapes.items():
+        cut = None if plan is None else plan.params.get(name)
+        whole: list[str | None] = [None] * len(shape)
+        if cut is not None and layout.tensor > 1 and shape[cut.dim] % layout.tensor == 0:
+            whole[cut.dim] = "tensor"
+        found[name] = _placement(shape, whole, layout, "shard", layout.shard)
+    return found
+
+
+def _placement(shape: Sequence[int], whole: Sequence[str | None], layout: Layout, degree: str, size: int) -> Placement:
+    """`whole`: what divides the parameter itself; `degree` divides it once more by the stage of ZeRO."""
+    sharded = _with_shard(shape, whole, degree, size)
+    values, gradients = (P(*(sharded if layout.zero >= stage else whole)) for stage in (3, 2))
+    return Placement(values, gradients, P(*sharded))
 
 
 def gathered(dims: Iterable[str | None]) -> list[str | None]:

@@ -16,7 +16,7 @@ from phalanx.models.moe import MAX_STEP, MIN_RATE
 from phalanx.spec.run import Run
 from phalanx.training.step_totals import GOOD, NOT_FINITE, SPIKE
 from phalanx.xla.device_mesh import SAMPLES, sharding
-from phalanx.xla.forward import Arrays, Model, Tokens, summed_losses
+from phalanx.xla.forward import Arrays, Model, Tokens, summed_losses, without_state
 from phalanx.xla.newton_schulz import orthogonalized, rate_factor
 
 
@@ -123,7 +123,7 @@ def _accumulate(model: Model, capacity: float, state: TrainArrays, batch: Tokens
     """Gradients of the global batch, divided by its capacity in tokens, as fp32 sums over the micro-batches."""
     places = {name: sharding(model.mesh, *placed.gradient) for name, placed in model.placements.items()}
     counters = {f"{name}.counts": name for name in model.routers}
-    fresh = {name: jnp.zeros(buffer.shape, buffer.dtype) for name, buffer in model.buffers.items() if name not in state.buffers}
+    fresh = without_state(model)
 
     def scaled_loss(params: Arrays, micro_batch: Tokens) -> tuple[jax.Array, tuple[jax.Array, Arrays]]:
         loss, after = summed_losses(model, params, {**state.buffers, **fresh}, micro_batch)

@@ -60,6 +60,7 @@ class _CompileReport(StepHook):
             arguments=step.argument_bytes,
             donated=step.donated_bytes,
             temporary=step.temporary_bytes,
+            was_cached=step.was_cached,
         )
         return [record]
 

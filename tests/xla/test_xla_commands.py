@@ -60,7 +60,7 @@ def test_a_killed_run_goes_on_with_the_other_engine(workshop: Workshop, order: s
 
 
 def test_an_xla_run_resumes_generates_and_stops_on_request(workshop: Workshop) -> None:
-    arguments = ("train", "tiny.toml", "engine.name=xla", "cluster.cpu_ranks=2", "--run-dir", "run")
+    arguments = ("train", "tiny.toml", "engine.name=xla", "cluster.cpu_ranks=2", "data.cache=cache", "--run-dir", "run")
     started = workshop.start(*arguments, "train.steps=2000")
     started.until(workshop.reached("run", 6), "step 6")
     started.process.terminate()
@@ -70,5 +70,10 @@ def test_an_xla_run_resumes_generates_and_stops_on_request(workshop: Workshop) -
     ended = workshop.run(*arguments, f"train.steps={taken + 2}")
     assert ended.code == 0, ended
     assert max(step for step, *_ in losses(workshop.events("run"))) == taken + 2
+    other = workshop.run(*arguments[:-1], "other", f"train.steps={taken + 2}")
+    assert other.code == 0, other
+    compiled = [event for name in ("run", "other") for event in workshop.events(name) if isinstance(event, StepCompiled)]
+    assert [event.was_cached for event in compiled] == [False, True, True]  # resumed, and a run of the same shapes
+    assert "read from the cache" in ended.shown, ended
     generated = workshop.run("generate", "run", "the", "--tokens", "4")
     assert generated.code == 0, generated

@@ -22,6 +22,7 @@ from phalanx.planning.cost.activation_memory import (
 )
 from phalanx.planning.cost.job_table import RECOMPUTE, JobTable, has_reference_copy, in_chunks, trained_fraction
 from phalanx.planning.cost.schedule_cost import CODE, FORWARDS_FIRST, SPLITS_BACKWARD, V_SHAPED, deferred, in_flight
+from phalanx.planning.cost.xla_footprint import xla_bytes
 from phalanx.planning.machines.rates import Column
 
 COMPONENTS = ("parameters", "gradients", "optimizer", "activations", "logits", "gathered", "buffers", "fixed")
@@ -62,6 +63,9 @@ def footprint(jobs: JobTable) -> Footprint:
 
 
 def _judge(jobs: JobTable) -> Footprint:
+    if np.all(jobs.on_xla):
+        columns = xla_bytes(jobs, rank_sizes(jobs, part_sizes(jobs), pipeline_shares(jobs)[0]))
+        return Footprint(components=dict(zip(COMPONENTS, columns, strict=True)), fullest=0 * jobs.pipeline)
     block, head, sizes = block_activations(jobs), head_activations(jobs), part_sizes(jobs)
     model = block, head, sizes, parameter_bytes(jobs, sizes)
     return reduce(_fuller_rank, (_rank_footprint(jobs, share, *model) for share in pipeline_shares(jobs)))

@@ -158,6 +158,8 @@ class JobTable:
     scores."""
     on_cpu: Column = 0
     """1: devices are CPU cores, whose kernels keep more."""
+    on_xla: Column = 0
+    """1: the step is one program of XLA, whose memory `cost/xla_footprint` counts."""
     traced_flops: Column = 0
     """FLOPs of a token's forward and backward on one tensor rank, of a custom module whose step was traced; 0: the columns above describe it."""
     traced_activations: Column = 0

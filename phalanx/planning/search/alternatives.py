@@ -55,7 +55,8 @@ def neighbours(
     """Neighbors of the best candidate, each once: faster ones that the search was not free to take, slower ones, those that
     do not fit, those that are not legal. `as_process`: adds to a candidate's memory what a CPU process holds in addition,
     as in the best."""
-    problems = {variant: _problem(space, variant) for variant in _variants(space, best)}
+    variants = [_by_engine(space, variant) for variant in _variants(space, best)]
+    problems = {variant: _problem(space, variant) for variant in variants}
     legal = [variant for variant, problem in problems.items() if problem is None]
     # The same limit as in the search, which does not fill the whole device.
     limit = max(min(best.capacity, SAFE * space.hardware.gpu.memory), best.bytes)
@@ -153,12 +154,22 @@ def _expected(space: Space, layout: Layout, micro: int) -> list[_Variant]:
     return variants
 
 
+def _by_engine(space: Space, variant: _Variant) -> _Variant:
+    """The variant with the way to exchange keys that its engine has."""
+    layout = variant.layout
+    if not space.on_xla or layout.context == 1 or space.takes(context=layout.context, context_method=layout.context_method):
+        return variant
+    return replace(variant, layout=replace(layout, context_method="gather"))
+
+
 def _problem(space: Space, variant: _Variant) -> str | None:
     """Why a layout is not legal, in a few words."""
     run, layout = space.run, variant.layout
     findings = list(layout_findings(replace(run, layout=layout)))
     if findings:
         return findings[0].sentence.partition(": ")[0].removesuffix(".")
+    if space.on_xla and not space.takes(**asdict(layout)):
+        return 'the engine "xla" does not compute it'
     if layout.ranks != space.gpus:
         return f"{layout.ranks} ranks are not the {space.gpus} devices"
     if run.batch % layout.replicas:
@@ -274,6 +285,8 @@ _FORMATS: tuple[Literal["bf16", "fp8"], ...] = ("bf16", "fp8")
 def other_formats(run: Run, hardware: Hardware, best: Candidate) -> tuple[Alternative, ...]:
     """On GPUs, for runs in bf16 or fp8: the same layout and micro-batch in other number formats and with compiled blocks,
     fastest first. A search keeps the run file's own, or the defaults, as both change the arithmetic."""
+    if best.engine == "xla":
+        return ()
     mine = compute_of(run, hardware), best.compiled
     if hardware.device != "cuda" or mine[0] not in _FORMATS or not run.model.is_builtin:
         return ()

@@ -12,7 +12,7 @@ from phalanx.planning.cost.run_cost import price_and_energy, saved_bytes, upkeep
 from phalanx.planning.cost.step_time import Times, step_times
 from phalanx.planning.machines.cluster import Hardware
 from phalanx.planning.machines.rates import Rates
-from phalanx.planning.search.space import Columns, Space, at, layout_of, pick
+from phalanx.planning.search.space import Columns, Space, at, engine_of, layout_of, pick
 from phalanx.recovery.relayout import replicated_elsewhere
 from phalanx.spec.adapted_layers import flops_per_token, trained_parameters
 from phalanx.spec.layout import FIXED_STAGES, Layout
@@ -66,6 +66,7 @@ class Candidate:
     energy: float | None
     """Joules of the whole run; None: no power is known."""
 
+    engine: Literal["torch", "xla"] = "torch"
     compiled: bool = False
     """Whether blocks are compiled."""
     loss_chunk: int = 0
@@ -106,6 +107,8 @@ class Candidate:
 
     def with_savings(self, memory: Memory) -> Memory:
         """The run file's [memory] with what this candidate has chosen."""
+        if self.engine == "xla":
+            return replace(memory, recompute=self.recompute, recompute_every=self.recompute_every, offload="none")
         chunk = self.loss_chunk if memory.loss_chunk is None and self.loss_chunk else memory.loss_chunk
         savings = replace(memory, recompute=self.recompute, recompute_every=self.recompute_every, offload=self.offload)
         return replace(savings, compile=self.compiled, loss_chunk=chunk)
@@ -209,6 +212,7 @@ def _candidate(space: Space, jobs: JobTable, memory: Footprint, times: Times, ro
         save_every=maintenance.save_every,
         price=price,
         energy=energy,
+        engine=engine_of(run, hardware),
         compiled=bool(at(jobs.compiled, row)),
         loss_chunk=int(at(jobs.loss_chunk, row)),
     )

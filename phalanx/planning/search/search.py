@@ -15,7 +15,17 @@ from phalanx.planning.machines.cluster import Hardware
 from phalanx.planning.machines.rates import Rates, rates_for
 from phalanx.planning.search.bounds import KIND, NEAR, Explorer, Floats, Front, bytes_of, host_bytes, seconds_of, smallest
 from phalanx.planning.search.candidate import Candidate, SearchResult, candidate_at, candidates_of
-from phalanx.planning.search.space import Columns, Space, all_columns, compute_of, given_space, kept_scores, pick, space
+from phalanx.planning.search.space import (
+    Columns,
+    Space,
+    all_columns,
+    compute_of,
+    engine_of,
+    given_space,
+    kept_scores,
+    pick,
+    space,
+)
 from phalanx.spec.check_layout import layout_findings
 from phalanx.spec.errors import RunError
 from phalanx.spec.run import Run
@@ -27,6 +37,15 @@ _ATTENTION = (
     "as many key/value heads as queries may spare that.",
 )
 """By the code that `kept_scores` returns."""
+_XLA = (
+    'The step is one program of XLA (engine.name = "xla"): what its compiler fuses, reorders and keeps is estimated, and seconds of compiling are not '
+    "counted. `phalanx rehearse` compiles the step."
+)
+_XLA_TIMES = {
+    "tpu": "Times rest on published steps of other programs on TPUs; this engine was not measured there.",
+    "cuda": "Times are those of compiled PyTorch blocks on such GPUs; steps of this engine were not fitted.",
+    "cpu": "Times are those of PyTorch on these cores. Virtual devices share them: they prove a layout, and are no faster.",
+}
 SAFE = 0.95
 """Fraction of a device's memory that plans fill."""
 _CURVE = (0.8, 0.6, 0.45, 0.3, 0.2)
@@ -132,7 +151,9 @@ def assumptions_of(run: Run, hardware: Hardware) -> tuple[str, ...]:
             f"{hardware.gpu.name} has no instructions for {compute_of(run, hardware)}, which takes about {slower:.0f} times as long there "
             'as fp32: set precision.compute = "fp32".'
         )
-    if hardware.device != "cpu" and run.model.is_builtin:
+    if engine_of(run, hardware) == "xla":
+        sentences += [_XLA, _XLA_TIMES[hardware.device]]
+    elif hardware.device != "cpu" and run.model.is_builtin:
         sentences.append(_ATTENTION[kept_scores(run, hardware)])
     if run.model.moe is not None:
         sentences.append("Every expert gets the same number of tokens.")

@@ -16,7 +16,9 @@ from phalanx.planning.cost.job_table import METHODS, OFFLOAD, RECOMPUTE, SCHEDUL
 from phalanx.planning.cost.schedule_cost import SPLITS_BACKWARD
 from phalanx.planning.machines.cluster import Hardware
 from phalanx.spec.adapted_layers import STORED_BYTES, adapter_parameters, copies_experts
+from phalanx.spec.check_engine import engine_takes
 from phalanx.spec.check_layout import leaves_empty_part
+from phalanx.spec.engine import Engine
 from phalanx.spec.errors import divisors as divisors_of
 from phalanx.spec.layout import FIXED_STAGES, Layout, Schedule, default_stages
 from phalanx.spec.run import Memory, Run
@@ -29,6 +31,10 @@ shard and zero; recompute, recompute_every and offload."""
 divisors = cache(divisors_of)
 
 _DEFAULT, _MEMORY = Layout(), Memory()
+_XLA_COLUMNS: dict[str, Any] = {
+    "on_xla": 1, "loss_chunk": 0, "residual_bytes": 4, "wire": 4, "gathered": 4, "activations_on_host": 0,
+}  # fmt: skip
+"""What the XLA engine does on every device: the residual stream is in fp32, and so are gradients and parameters on their way. The constants of TPUs were fitted to compiled programs."""
 _HOPPER = ("h", "b", "gb")
 _MASKED = ("v", "t", "p", "mi")
 """Prefixes of the catalogue's names of Hopper GPUs and later ones."""
@@ -56,6 +62,10 @@ class Space:
     exact: bool = False
     """The layout is the run file's, with its defaults; only micro-batch, recomputation and offload are open."""
     _tables: dict[Any, Columns] = field(default_factory=dict, repr=False)
+
+    @property
+    def on_xla(self) -> bool:
+        return engine_of(self.run, self.hardware) == "xla"
 
     @property
     def compute(self) -> str:
@@ -134,6 +144,7 @@ class Space:
             **({} if memory.bucket_size is None else {"bucket": memory.bucket_size << 20}),
             "scores": kept_scores(run, self.hardware),
             "on_cpu": int(self.hardware.device == "cpu"),
+            **(_XLA_COLUMNS | {"compiled": int(self.hardware.device != "tpu")} if self.on_xla else {}),
         }
         mine = {name: column for name, column in columns.items() if name != "replicas"} | more
         if "level" in mine:
@@ -148,7 +159,7 @@ class Space:
         """Compilation and the loss chunk on GPUs, where the run leaves them open. Compiled blocks keep the gathered inputs of tensor parallelism,
         and cannot split their backward. A custom module computes its own logits."""
         run, memory = self.run, self.run.memory
-        if self.hardware.device != "cuda" or not run.model.is_builtin:
+        if self.hardware.device != "cuda" or not run.model.is_builtin or self.on_xla:
             return {}
         open_: dict[str, Any] = {}
         degrees = np.asarray(tensor, np.int64)
@@ -190,6 +201,8 @@ class Space:
 
     def _savings(self, _: int) -> Columns:
         memory = self.run.memory
+        if self.on_xla:
+            return columns_of(("recompute", "recompute_every", "offload"), [(*level, 0) for level in self.levels])
         open_ = [0, 2] if self.hardware.device == "cpu" else [0, 1, 2]  # cores compute where "cpu" would put things
         offload = [OFFLOAD.index(memory.offload)] if memory.offload != _MEMORY.offload else open_
         if self.run.optimizer.traits.no_offload:
@@ -215,6 +228,8 @@ class Space:
                 for slices in divisors(ranks // expert)
                 if (expert == slices == 1) or (moe.experts % expert == 0 and not leaves_empty_part(moe.ffn, slices))
             ]
+        if self.on_xla:
+            pairs = [pair for pair in pairs if self.takes(expert=pair[0]) and self.takes(expert_tensor=pair[1])]
         pairs = [pair for pair in pairs if self._may("expert", pair[0]) and self._may("expert_tensor", pair[1])]
         return columns_of(("expert", "expert_tensor"), pairs)
 
@@ -263,6 +278,8 @@ class Space:
         legal = [method for method in METHODS if length % (context * (1 if method == "ulysses" else 2)) == 0]
         if (model.heads // tensor) % context:
             legal = [method for method in legal if method != "ulysses"]
+        if self.on_xla:  # a method that the run file leaves open is the engine's own
+            legal = [method for method in legal if self.takes(context=context, context_method=method)]
         return [METHODS.index(method) for method in legal if self._may("context_method", method)]
 
     def _sequence(self, tensor: int, context: int) -> list[int]:
@@ -279,7 +296,13 @@ class Space:
         model, given = self.run.model, self.run.layout
         if pipeline == 1:
             return given.schedule == _DEFAULT.schedule and given.stages is None and given.schedule_file is None
+        if self.on_xla and not self.takes(pipeline=pipeline):
+            return False
         return pipeline <= model.layers and not model.mtp_depth and model.is_builtin
+
+    def takes(self, **layout: Any) -> bool:
+        """Whether the XLA engine has these keys of [layout]."""
+        return engine_takes(replace(self.run, engine=Engine(name="xla")), **layout)
 
     def _free(self, name: str, values: Iterable[int]) -> list[int]:
         """The given value of a layout key, or all of these values."""
@@ -320,6 +343,11 @@ def given_space(run: Run, hardware: Hardware) -> Space:
 def all_columns(layouts: Space) -> Columns:
     """All candidates at once: for given layouts, and for tests of the search."""
     return layouts.joined(layouts.degrees(), *DIMENSIONS)
+
+
+def engine_of(run: Run, hardware: Hardware) -> Literal["torch", "xla"]:
+    """What computes the run there: nothing but XLA has programs for TPUs."""
+    return "xla" if hardware.device == "tpu" else run.engine.name
 
 
 def compute_of(run: Run, hardware: Hardware) -> str:
@@ -367,7 +395,9 @@ def layout_of(run: Run, jobs: JobTable, row: int) -> Layout:
 def kept_scores(run: Run, hardware: Hardware) -> int:
     """What attention keeps of the scores, by the kernel that is selected. In 16 bits, NVIDIA's GPUs since Ampere need no mask between
     documents or for a window. Hopper and later have a fused kernel for masks and grouped heads alike; older GPUs have one for either, and none for
-    both at once or for grouped heads in fp32. No kernel caps scores."""
+    both at once or for grouped heads in fp32. No kernel caps scores. The XLA engine has kernels for TPUs and GPUs, and keeps tables on CPUs."""
+    if engine_of(run, hardware) == "xla":
+        return 2 if hardware.device == "cpu" or run.model.attention_cap is not None else 0
     if run.model.attention_cap is not None:
         return 3
     model, half = run.model, compute_of(run, hardware) != "fp32"
