@@ -7,6 +7,7 @@ two stages of this rank share.
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -201,6 +202,10 @@ def _wrap(parts: Sequence[nn.Module], shards: Mapping[str, ParamShard], whole: s
         for block in _blocks(part):
             shard(block, dense)
         shard(part, dense, reshard=False if how.keep_gathered else None)
+        # Logits may be a view, as those of a head with a bias are. Nothing is added to them in place.
+        warnings.filterwarnings(
+            "ignore", rf"FSDP2-wrapped module \({type(part).__name__}\) returned a view tensor", UserWarning
+        )
 
 
 class _AllGather(DefaultAllGather):
