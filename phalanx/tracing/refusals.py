@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterable
-from types import CodeType, FunctionType
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import CellType, CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -20,6 +20,9 @@ _SURROUNDINGS = (
     ("its rank", ({"get_rank", "get_node_local_rank"}, {"dist", "distributed"})),
 )
 """What a name in a module's code says that it reads; of each set one name."""
+_PLAIN = (bool, int, float, complex, str, bytes, tuple)
+_MOST = 4
+"""Values that are named, if several differ."""
 _RANDOM = {
     "rand",
     "randn",
@@ -53,7 +56,62 @@ def surroundings(model: nn.Module) -> list[str]:
 def names_read(kind: type[nn.Module], values: Iterable[Any] = ()) -> set[str]:
     """Names that the forward of a class reads, with the methods and the functions beside it that it names. `values`: attributes of a module; functions
     among them count too."""
-    found: set[str] = set()
+    return set().union(*(_code_names(function.__code__) for function in _functions(kind, values)))
+
+
+def values_read(model: nn.Module) -> dict[str, str]:
+    """Numbers, strings and the like that the forwards of a module's own classes read: attributes, globals, and variables around a function; each by a
+    name that says where it is. What a rank has of them must be what all have."""
+    found: dict[str, str] = {}
+    for path, module in model.named_modules():
+        kind = type(module)
+        if kind.__module__.startswith(("torch.", "transformers.")):
+            continue
+        functions = list(_functions(kind, vars(module).values()))
+        names = set().union(*(_code_names(function.__code__) for function in functions))
+        found |= {
+            f"{name} of {path or 'the model'}": repr(value)
+            for name, value in vars(module).items()
+            if name in names and isinstance(value, _PLAIN)
+        }
+        for function in functions:
+            read = {name: function.__globals__.get(name) for name in _code_names(function.__code__)}
+            found |= {
+                f"the global {name} of {function.__module__}": repr(value)
+                for name, value in read.items()
+                if isinstance(value, _PLAIN)
+            }
+            cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+            held = {name: cell.cell_contents for name, cell in cells if _is_set(cell)}
+            found |= {
+                f"the variable {name} around {function.__qualname__}": repr(value)
+                for name, value in held.items()
+                if isinstance(value, _PLAIN)
+            }
+    return found
+
+
+def differing_values(ranks: Sequence[Mapping[str, str]]) -> list[str]:
+    """Sentences on the values of `values_read` in which ranks differ. `ranks`: those of each."""
+    return [
+        f"{name} is {first} on rank 0, but {other[name]} on rank {rank}, and the forward reads it: set it to the same everywhere, or pass it in "
+        "[model.options]."
+        for name, first in ranks[0].items()
+        for rank, other in list(enumerate(ranks))
+        if other.get(name, first) != first
+    ][:_MOST]
+
+
+def _is_set(cell: CellType) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:
+        return False
+    return True
+
+
+def _functions(kind: type[nn.Module], values: Iterable[Any] = ()) -> Iterator[FunctionType]:
+    """The forward of a class, and the methods and the functions beside it that are named there or in each other."""
     pending: list[Any] = [getattr(kind, "forward", None), *(value for value in values if isinstance(value, FunctionType))]
     seen: set[CodeType] = set()
     while pending:
@@ -63,14 +121,12 @@ def names_read(kind: type[nn.Module], values: Iterable[Any] = ()) -> set[str]:
         if not isinstance(function, FunctionType) or function.__code__ in seen:
             continue
         seen.add(function.__code__)
-        names = _code_names(function.__code__)
-        found |= names
-        for name in sorted(names):
+        yield function
+        for name in sorted(_code_names(function.__code__)):
             beside = function.__globals__.get(name)
             pending.append(inspect.getattr_static(kind, name, None))
             if isinstance(beside, FunctionType) and beside.__module__ == function.__module__:
                 pending.append(beside)
-    return found
 
 
 def _code_names(code: CodeType) -> set[str]:

@@ -32,12 +32,13 @@ from phalanx.schedules.actions import Schedule
 from phalanx.schedules.makers import schedule_for
 from phalanx.schedules.stage_split import Costs, cut, flop_costs
 from phalanx.spec.cut_plan import CutPlan
-from phalanx.spec.errors import RunError
+from phalanx.spec.errors import RunError, refuse
 from phalanx.spec.layout import Layout
 from phalanx.spec.model import ModelSpec
 from phalanx.spec.plan import Place, Plan
 from phalanx.spec.run import Memory, Run
 from phalanx.spec.tensor_slice import chunk
+from phalanx.tracing.refusals import differing_values, values_read
 from phalanx.training.micro_batch import summed_loss
 from phalanx.transforms.precision import computing
 
@@ -138,6 +139,8 @@ def build(run: Run, plan: Plan, mesh: Mesh, resources: Resources = REAL, sampled
     """Builds a rank at step 0; all ranks call it together. `resources`: what the optimizer takes besides parameters. `sampled`: for a rehearsal,
     the only layers of a model that was not written for it; the others pass on what they are given."""
     model = init.build(run.model)
+    if run.model.module is not None and mesh.device.type != "meta":
+        refuse([f"{run.model.custom_key}: {problem}" for problem in differing_values(mesh.gather_objects(values_read(model)))])
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     experts = router_sizes(model)
     order = schedule_for(plan.layout, plan.accumulation)
