@@ -1,5 +1,5 @@
-"""The blocks of a decoder as JAX sees them: equal ones are one function that `jax.lax.scan` repeats over their stacked parameters, so that the time to
-compile does not grow with the number of layers; and a block that is computed again in the backward is a function of its own. `xla/model_seams` calls
+"""The blocks of a decoder as JAX sees them: equal ones are one function that `jax.lax.scan` repeats over their stacked parameters, so that the
+program grows less with the number of layers; and a block that is computed again in the backward is a function of its own. `xla/model_seams` calls
 `install`. Names and places of parameters do not change: a forward stacks them."""
 
 from __future__ import annotations

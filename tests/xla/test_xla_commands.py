@@ -34,15 +34,16 @@ ORDERS = {
 @pytest.mark.parametrize("order", ORDERS)
 def test_a_killed_run_goes_on_with_the_other_engine(workshop: Workshop, order: str) -> None:
     """Each of the first two parts is killed after it has saved, by a signal that nothing can handle, and the next has another layout."""
-    plain = workshop.run("train", "tiny.toml", "train.steps=12", "--run-dir", "plain")
+    longer = ("train", "tiny.toml", "train.steps=12", "checkpoint.keep_last=9")
+    plain = workshop.run(*longer, "--run-dir", "plain")
     assert plain.code == 0, plain
     *killed, last = ORDERS[order]
     for part, settings in enumerate(killed):
-        started = workshop.start("train", "tiny.toml", "train.steps=12", *settings, "--run-dir", "broken")
+        started = workshop.start(*longer, *settings, "--run-dir", "broken")
         started.until(workshop.reached("broken", 4 * part + 5), f"step {4 * part + 5}")
         started.process.kill()
         started.process.wait()
-    ended = workshop.run("train", "tiny.toml", "train.steps=12", *last, "--run-dir", "broken")
+    ended = workshop.run(*longer, *last, "--run-dir", "broken")
     assert ended.code == 0, ended
     whole, broken = workshop.events("plain"), workshop.events("broken")
     engines = ["xla" if "engine.name=xla" in settings else "torch" for settings in ORDERS[order]]
