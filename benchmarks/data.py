@@ -124,10 +124,12 @@ def step_time(blocks: int = 20, steps: int = 10) -> None:
     import torch
 
     import phalanx as px
+    from phalanx.training.trainer import Trainer
 
     torch.set_num_threads(1)
     run = px.load(QUICKSTART, ["layout.data=1", "cluster.device=cpu"])
     trainer = px.trainer(run)
+    assert isinstance(trainer, Trainer)
     ready = [trainer.feed.next(0) for _ in range(8)]
     seconds: dict[str, list[float]] = {"loader": [], "ready": []}
     for block in range(2 * blocks):

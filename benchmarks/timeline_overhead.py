@@ -25,6 +25,7 @@ import phalanx as px
 from phalanx import accelerator
 from phalanx.observe.comm_timer import COMM_TIMER
 from phalanx.training.step import StepObserver
+from phalanx.training.trainer import Trainer
 
 GROUP = 5
 """Steps that are timed together."""
@@ -35,6 +36,7 @@ WARM_UP = 2
 def steps_in_turns(run: px.Run, folder: Path, steps: int) -> dict[str, list[float]]:
     """Seconds per step "with" a timeline, "without", and of a "control" without one either, on this rank: one number per group of steps."""
     trainer = px.trainer(replace(run, watch=replace(run.watch, timeline=True)), checkpoints=folder / "checkpoints")
+    assert isinstance(trainer, Trainer)
     trainer.load_initial_weights()
     timeline, observer, recorder = COMM_TIMER.timeline, trainer.stepper.observer, trainer._timeline
     assert timeline is not None and recorder is not None

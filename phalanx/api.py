@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from phalanx.tuning.tune import TuneSettings
     from phalanx.tuning.tuner import Trial, TuneResult
     from phalanx.verification.parity import Report
+    from phalanx.xla.xla_trainer import XlaTrainer
 
 
 class ResumeOptions(TypedDict, total=False):
@@ -99,22 +100,32 @@ def train(
     return Job(prepare(_checked(run), name, Request(directory=directory, **options)), on_event=on_event)
 
 
-def trainer(run: Run, *, checkpoints: str | Path = "checkpoints", on_event: Callable[[Event], None] | None = None) -> Trainer:
-    """A trainer in this process with its initial weights, ready to step: a single process, or one rank of torchrun.
+def trainer(
+    run: Run, *, checkpoints: str | Path = "checkpoints", on_event: Callable[[Event], None] | None = None
+) -> Trainer | XlaTrainer:
+    """A trainer in this process with its initial weights, ready to step: a single process, or one rank of torchrun. With `engine.name = "xla"`
+    this process has all devices of the run, and must not have used JAX before if they are virtual ones of the CPU.
 
     `on_event` is called with every event of its steps, evaluations, saves and restorations.
     """
     from phalanx.parallel.mesh import connect
     from phalanx.planning.planner import plan_run
     from phalanx.training.trainer import Trainer
+    from phalanx.worker import xla_program
 
     run, place = _checked(run), torchrun_place() or Place()
     refuse(vocabulary_question(run))
-    planned_run = plan_run(run, this_machine(), place.ranks, measure(run, trace=False))
+    on_xla = run.engine.name == "xla"  # one process then has all ranks
+    planned_run = plan_run(run, this_machine(), None if on_xla else place.ranks, measure(run, trace=False))
     run, plan = planned_run.run, planned_run.plan
     if run.model.from_ is not None:
         model_folder(run.model.from_)  # downloads the weights of a hub name
-    built = Trainer(run, plan, connect(place, plan.device, run.resilience.timeout, plan.layout), Path(checkpoints))
+    built: Trainer | XlaTrainer
+    if on_xla:
+        xla_program.check_installed()
+        built = xla_program.make_trainer(run, plan, Path(checkpoints))
+    else:
+        built = Trainer(run, plan, connect(place, plan.device, run.resilience.timeout, plan.layout), Path(checkpoints))
     built.build()
     built.load_initial_weights()
     built.on_event = on_event
@@ -256,11 +267,12 @@ def rehearse(run: Run, plan: Plan | None = None, *, rank: int = 0, memory: int |
     `plan`: a plan of `plan(run)`, by default that of the run's cluster or of this machine; `memory`: bytes of a device, instead of
     its own.
     """
+    from phalanx.planning.request import with_engine
     from phalanx.rehearsal.compiled_rehearsal import rehearse_compiled
     from phalanx.rehearsal.rehearse import rehearsal_job
     from phalanx.rehearsal.rehearse import rehearse as rehearsed
 
-    run = _checked(run)
+    run = with_engine(_checked(run))
     if plan is not None:
         run = replace(run, layout=plan.layout, train=replace(run.train, micro_batch=plan.micro_batch))
     machine = this_machine()

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from phalanx.events.records import Step, plain
 from phalanx.spec.json_value import JsonObject
-from phalanx.training.trainer import Trainer
+from phalanx.training.run_loop import RunLoop
 
 _WINDOW = 25
 """The running mean of N losses takes N/25 of them on each side."""
@@ -69,7 +69,7 @@ def growing_rates(low: float, high: float, steps: int) -> list[float]:
     return [low * (high / low) ** (step / (steps - 1)) for step in range(steps)]
 
 
-def search_rate(trainer: Trainer, rates: Sequence[float], on_step: Callable[[], None] = lambda: None) -> RateSearch:
+def search_rate(trainer: RunLoop, rates: Sequence[float], on_step: Callable[[], None] = lambda: None) -> RateSearch:
     """Trains one step with each rate, until the loss diverges."""
     trainer.rate_of = lambda step: rates[min(step, len(rates) - 1)]
     losses: list[float] = []

@@ -42,6 +42,10 @@ def xla_bytes(jobs: JobTable, held: Parameters) -> tuple[Column, ...]:
     live = np.where(again > 0, kept, 0.0) + 1.5 * _inner(jobs)
     activations = jobs.layers * (again * stored + (1 - again) * kept) + live
     logits = 3.5 * 4.0 * jobs.tokens * jobs.vocab / jobs.tensor
+    if np.any(jobs.traced_activations):  # of a custom module, whose trace counts logits too
+        part = np.where(jobs.recompute == RECOMPUTE.index("full"), again, 0.0)
+        activations = jobs.tokens * (part * jobs.traced_recomputed + (1 - part) * jobs.traced_activations)
+        logits = 0.0 * activations
     blocks = (count - held.tables) / jobs.layers
     gathered = np.where(spread, 2 * 4.0 * blocks, 0.0) + np.where(low, 2.0 * (held.dense + held.experts), 0.0)
     moving = activations + logits + gathered
