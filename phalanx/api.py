@@ -110,11 +110,12 @@ def trainer(
     """
     from phalanx.parallel.mesh import connect
     from phalanx.planning.planner import plan_run
+    from phalanx.spec.check_engine import missing_engine
     from phalanx.training.trainer import Trainer
-    from phalanx.worker import xla_program
+    from phalanx.worker.xla_program import make_trainer
 
     run, place = _checked(run), torchrun_place() or Place()
-    refuse(vocabulary_question(run))
+    refuse([*vocabulary_question(run), *missing_engine(run)])
     on_xla = run.engine.name == "xla"  # one process then has all ranks
     planned_run = plan_run(run, this_machine(), None if on_xla else place.ranks, measure(run, trace=False))
     run, plan = planned_run.run, planned_run.plan
@@ -122,8 +123,7 @@ def trainer(
         model_folder(run.model.from_)  # downloads the weights of a hub name
     built: Trainer | XlaTrainer
     if on_xla:
-        xla_program.check_installed()
-        built = xla_program.make_trainer(run, plan, Path(checkpoints))
+        built = make_trainer(run, plan, Path(checkpoints))
     else:
         built = Trainer(run, plan, connect(place, plan.device, run.resilience.timeout, plan.layout), Path(checkpoints))
     built.build()

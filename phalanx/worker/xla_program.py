@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from phalanx.host.env import use_virtual_devices
+from phalanx.spec.errors import RunError
 from phalanx.spec.plan import Plan
 from phalanx.spec.run import Run
 
@@ -17,6 +18,10 @@ if TYPE_CHECKING:
 
 def make_trainer(run: Run, plan: Plan, checkpoints: Path) -> XlaTrainer:
     """A trainer in this process, which has all devices of the run and has not used JAX before. Nothing is built yet."""
+    if plan.processes > 1:
+        raise RunError(
+            f"engine.devices_per_process = {plan.devices_per_process} makes {plan.processes} processes, but px.trainer is one: remove the key, or use px.train."
+        )
     if plan.device == "cpu":
         use_virtual_devices(plan.ranks)
     from phalanx.xla.compiled import use_cache

@@ -53,11 +53,11 @@ def _keys(layout: Layout) -> list[str]:
 
 def test_what_the_engine_lacks_is_refused_for_a_tpu_cluster_by_name() -> None:
     with pytest.raises(RunError) as refused:
-        PlanRequest(loads(TEXT, overrides=["layout.pipeline=2", "optimizer.name=muon"]))
+        PlanRequest(loads(TEXT, overrides=["layout.pipeline=2", "lora.rank=2"]))
     problems = refused.value.problems
     assert all('has TPUs, which only engine.name = "xla"' in problem for problem in problems)
     assert any("layout.pipeline = 2" in problem for problem in problems) and any(
-        "optimizer.name" in problem for problem in problems
+        "lora.rank" in problem for problem in problems
     )
 
 
@@ -72,7 +72,7 @@ def test_every_layout_of_the_search_is_one_that_the_engine_computes(gpu: str) ->
     jobs = here.jobs(columns)
     layouts = {layout_of(run, jobs, row) for row in range(count)}
     assert len(layouts) > 20 and {layout.pipeline for layout in layouts} == {1}
-    assert {layout.context_method for layout in layouts if layout.context > 1} == {"gather"}
+    assert {layout.context_method for layout in layouts if layout.context > 1} == {"gather", "ring"}
     for layout in layouts:
         assert not check(replace(run, layout=layout)), layout
 

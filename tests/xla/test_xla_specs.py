@@ -67,7 +67,6 @@ REFUSED = [
     "lora.rank=2",
     "train.sample_every=5",
     "watch.timeline=true",
-    "cluster.launcher=ssh",
 ]
 
 
