@@ -32,9 +32,7 @@ FAMILIES = {
     "window": replace(MODEL, layers=3, window=7, global_every=3),
     "mla": replace(MODEL, kv_heads=None, mla=MLA),
     "moe": replace(MODEL, layers=3, qk_norm=True, moe=replace(MOE, dense_layers=1)),
-    "mla-moe": replace(
-        MODEL, kv_heads=None, mla=MLA, moe=replace(MOE, router="sigmoid", scale=2.5, groups=4, active_groups=2, active=3)
-    ),
+    "mla-moe": replace(MODEL, kv_heads=None, mla=MLA, moe=replace(MOE, router="sigmoid", scale=2.5, groups=4, active_groups=2)),
 }
 GRID = Layout(data=2, shard=2, tensor=2)
 LAYOUTS = {
