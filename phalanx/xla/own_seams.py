@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from phalanx.models import sdpa_seam
-from phalanx.models.attention import Scope
 from phalanx.models.custom import axes_of
 from phalanx.models.hf_attention import MaskedScope
 from phalanx.spec.errors import RunError, RunFailed
@@ -83,8 +82,9 @@ def _spec(module: nn.Module) -> ModelSpec:
     return module.spec
 
 
-def _attend(devices: Devices, name: str, q: Tensor, k: Tensor, v: Tensor, scope: Scope, *more: Any) -> Tensor:
-    """`models.attention.Attend` of one module. `more`: scale, cap and sinks."""
+def _attend(devices: Devices, name: str, q: Tensor, k: Tensor, v: Tensor, *given: Any) -> Tensor:
+    """`models.attention.Attend` of one module. `given`: the scope, scale, cap and sinks."""
+    scope, *more = given
     if len(more) > _CAP or isinstance(scope, MaskedScope):
         what = "sinks" if len(more) > _CAP else "a mask of its own"
         raise RunError(f'{name} attends with {what}, which engine.name = "xla" does not compute: use another model, {_TORCH}.')

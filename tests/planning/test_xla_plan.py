@@ -56,9 +56,7 @@ def test_what_the_engine_lacks_is_refused_for_a_tpu_cluster_by_name() -> None:
         PlanRequest(loads(TEXT, overrides=["layout.pipeline=2", "lora.rank=2"]))
     problems = refused.value.problems
     assert all('has TPUs, which only engine.name = "xla"' in problem for problem in problems)
-    assert any("layout.pipeline = 2" in problem for problem in problems) and any(
-        "lora.rank" in problem for problem in problems
-    )
+    assert any("layout.pipeline = 2" in problem for problem in problems) and any("lora.rank" in problem for problem in problems)
 
 
 @pytest.mark.parametrize("gpu", ["h100-sxm", "tpu-v5p"])

@@ -47,8 +47,9 @@ def test_bytes_operations_and_messages_of_a_device() -> None:
     scores = 2 * 2 * 3 * spec.layers * spec.heads * spec.head * spec.context
     assert program.flops == pytest.approx(tokens * (products + scores), rel=0.02)
     assert set(program.formats) == {"f32 f32"}
-    # Each replica's gradients, in fp32, in a ring of two.
-    assert result.to_json()["sent"]["data"]["all-reduce"] >= 4 * held
+    # Each replica's gradients, in fp32, at least in a ring of two.
+    between = [kinds.get("all-reduce", 0) for axes, kinds in result.to_json()["sent"].items() if "data" in axes]
+    assert sum(between) >= 4 * held
     assert result.to_json()["tiers"].keys() == {"node", "across"}
     assert not program.rematerializations and not program.endless
     assert result.fits and result.compiled_for == 8 and program.compile_seconds > 0
