@@ -108,4 +108,5 @@ def test_a_large_model_is_planned_from_three_layers(kind: str, monkeypatch: pyte
     assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 < 4 * 2**30
     assert {step.profile.layers.examples for step in steps if step.profile} == {(0, *[1] * (layers - 2), layers - 1)}
     assert all(step.profile for step in steps) and size.activations is not None and size.rank_parameters is not None
-    assert size.rank_parameters == pytest.approx(size.parameters / 8, rel=0.01)
+    # Norms and routers are whole, and so are the keys and values of four heads.
+    assert size.parameters / 8 < size.rank_parameters < 1.02 * size.parameters / 8
