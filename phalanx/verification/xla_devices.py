@@ -3,7 +3,6 @@ processes that have not imported JAX before."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -56,10 +55,12 @@ def compare_devices(mesh: Mesh, case: Case, reference: Reference) -> list[RankRe
 
 def _held_bytes(trainer: XlaTrainer) -> Comparison:
     """Whether this process holds as many bytes of parameters and moments as the layout gives its devices: no process may hold what is others'."""
+    from phalanx.xla.device_mesh import mesh_size
+
     state, model, held, due = trainer.state, trainer.model, 0, 0.0
     for arrays, kind in ((state.params, "value"), (state.means, "moments"), (state.squares, "moments")):
         for name, array in arrays.items():
-            parts = math.prod(model.mesh.shape[axis] for axis in getattr(model.placements[name], kind) if axis is not None)
+            parts = mesh_size(model.mesh, *(degree for degree in getattr(model.placements[name], kind) if degree is not None))
             due += trainer.plan.devices_per_process * array.size * array.dtype.itemsize / parts
             held += sum(shard.data.nbytes for shard in array.addressable_shards)
     what = f"process {trainer.mesh.rank} holds {held:,} bytes of the state, and its devices have {due:,.0f}"

@@ -17,7 +17,7 @@ from phalanx.data.pack import IGNORED, Batch
 from phalanx.data.samples import Samples
 from phalanx.spec.plan import Plan
 from phalanx.spec.run import Run
-from phalanx.xla.device_mesh import zigzag
+from phalanx.xla.device_mesh import SAMPLES, mesh_size, zigzag
 from phalanx.xla.forward import Tokens
 
 
@@ -35,7 +35,7 @@ class ReplicaBlock:
     def of(mesh: Mesh) -> ReplicaBlock:
         """The block of this process."""
         processes = np.vectorize(lambda device: device.process_index)(mesh.devices)
-        return ReplicaBlock.among(processes.reshape(mesh.shape["data"] * mesh.shape["shard"], -1), jax.process_index())
+        return ReplicaBlock.among(processes.reshape(mesh_size(mesh, *SAMPLES), -1), jax.process_index())
 
     @staticmethod
     def among(rows: npt.NDArray[Any], own: int) -> ReplicaBlock:
