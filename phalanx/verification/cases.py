@@ -20,7 +20,7 @@ from phalanx.spec.engine import Engine
 from phalanx.spec.errors import RunError
 from phalanx.spec.layout import Layout, Schedule
 from phalanx.spec.model import Mla, ModelSpec, Moe
-from phalanx.spec.plan import Gpu, Machine, Plan
+from phalanx.spec.plan import Gpu, Machine, Plan, Size
 from phalanx.spec.run import Checkpoint, Cluster, Data, Memory, Optimizer, Precision, Run, Source, Train
 from phalanx.spec.sources import kind
 
@@ -206,8 +206,9 @@ def make_case(run: Run, *, ranks: int | None = None, steps: int = 8, gpus: Gpus 
         raise RunError(problems)
     open_dataset(run.data, run.train.sequence_length, run.train.seed)  # reports problems with the text before ranks start
     reference = replace(run, layout=Layout(data=1), memory=Memory(), engine=Engine())
-    _, reference_plan = _planned(reference, gpus)
-    run, plan = _planned(run, gpus)
+    size = measure(run, trace=False)  # that of the reference too
+    _, reference_plan = _planned(reference, gpus, size)
+    run, plan = _planned(run, gpus, size)
     notes += _gpu_notes(run, gpus)
     return Case(
         run=run,
@@ -220,11 +221,11 @@ def make_case(run: Run, *, ranks: int | None = None, steps: int = 8, gpus: Gpus 
     )
 
 
-def _planned(run: Run, gpus: Gpus) -> tuple[Run, Plan]:
+def _planned(run: Run, gpus: Gpus, size: Size | None) -> tuple[Run, Plan]:
     """The run as it would train on as many devices as it has ranks, and its plan. On GPUs the plan resolves what [memory] leaves open."""
     ranks = run.layout.ranks
     machine = replace(_MACHINE, gpus=tuple(gpus[rank % len(gpus)] for rank in range(ranks)) if gpus else ())
-    planned = plan_run(run, machine, ranks, measure(run, machine, trace=False))
+    planned = plan_run(run, machine, ranks, size)
     return planned.run if gpus else run, planned.plan
 
 
