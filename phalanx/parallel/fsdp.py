@@ -202,7 +202,7 @@ def _wrap(parts: Sequence[nn.Module], shards: Mapping[str, ParamShard], whole: s
         for block in _blocks(part):
             shard(block, dense)
         shard(part, dense, reshard=False if how.keep_gathered else None)
-        # Logits may be a view, as those of a head with a bias are. Nothing is added to them in place.
+        # Logits may be a view, as those of a head with a bias are. No operation that autograd records changes them in place.
         warnings.filterwarnings(
             "ignore", rf"FSDP2-wrapped module \({type(part).__name__}\) returned a view tensor", UserWarning
         )
