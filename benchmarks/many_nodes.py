@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
+from collections import Counter, deque
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -338,7 +338,7 @@ class ManyNodes:
 
     def __init__(self, folder: Path, *, nodes: int, slots: int, spares: int, processes: int, heartbeat: float):
         """`processes`: for all but node 0; 0: one for all of them, in memory."""
-        self.folder, self._events = folder, EventReader(folder / "events.jsonl")
+        self.folder, self._events, self._unread = folder, EventReader(folder / "events.jsonl"), deque[Event]()
         training = nodes - spares
         rundir = RunDir(folder)
         rundir.create()
@@ -405,11 +405,12 @@ class ManyNodes:
 
     def until(self, condition: Any, what: str, seconds: float = 300.0) -> list[Event]:
         """The new records up to the first that the condition holds for."""
-        found, deadline = [], time.monotonic() + seconds
+        found, deadline = list[Event](), time.monotonic() + seconds
         while True:
-            for event in self._events.new():
-                found.append(event)
-                if condition(event):
+            self._unread += self._events.new()
+            while self._unread:
+                found.append(self._unread.popleft())
+                if condition(found[-1]):
                     return found
             if time.monotonic() > deadline:
                 raise TimeoutError(f"waited {seconds:.0f} s for {what}")
@@ -437,6 +438,24 @@ def began(cluster: ManyNodes, nodes: int, seconds: float = 300.0) -> float:
         time.sleep(0.1)
 
 
+def recovery_of(cluster: ManyNodes, lost: int) -> list[Event]:
+    """Wait until this many nodes are lost and the run has recovered from each; returns the records, the last of which is the recovery. Nodes
+    whose connections end one after another may be several failures, with a recovery each."""
+    events: list[Event] = []
+    nodes: set[int | None] = set()
+    unrecovered: set[int] = set()
+    while len(nodes) < lost or unrecovered:
+        new = cluster.until(lambda event: isinstance(event, Recovered), "the recovery")
+        for event in new:
+            if isinstance(event, FailureNoticed):
+                nodes.add(event.node)
+                unrecovered.add(event.number)
+            elif isinstance(event, Recovered):
+                unrecovered -= set(event.failures)
+        events += new
+    return events
+
+
 def measure(
     nodes: int, slots: int, lost: int, processes: int, *, steady: float = STEADY_SECONDS, heartbeat: float = 2.5
 ) -> dict[str, Any]:
@@ -462,7 +481,7 @@ def measure(
                 chosen = [1 + number + 2 * index for index in range(lost)]
                 begin = time.time()
                 cluster.tell(word, *chosen)
-                events = cluster.until(lambda event: isinstance(event, Recovered), "the recovery")
+                events = recovery_of(cluster, lost)
                 noticed = [event for event in events if isinstance(event, FailureNoticed)]
                 recovered = events[-1]
                 assert isinstance(recovered, Recovered)
