@@ -189,6 +189,8 @@ def fork(function: Callable[..., NoReturn], *args: Any) -> int:
         pid = os.fork()
     if pid == 0:
         die_with(parent)
+        # What the parent left to its garbage collector may own threads, which do not exist here: its destructor would abort.
+        gc.freeze()
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it too and kills the ranks
         try:
             function(*args)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ from ranks import tiny_run, tiny_trainer
 
 from phalanx.parallel.mesh import Mesh
 from phalanx.spec.layout import Layout
-from phalanx.verification.rank_pool import RankFailed, RankPool
+from phalanx.verification.rank_pool import RankFailed, RankPool, fork
 
 TWO = Layout(data=2)
 
@@ -44,6 +46,11 @@ def raising_before_another_dies(mesh: Mesh) -> None:
         time.sleep(0.1)
         os.kill(os.getpid(), signal.SIGABRT)
     raise RuntimeError("the connection to rank 1 is closed")
+
+
+def collecting() -> NoReturn:
+    gc.collect()
+    os._exit(0)
 
 
 def stuck_here(mesh: Mesh) -> None:
@@ -134,3 +141,24 @@ def test_nothing_is_left_behind() -> None:
         assert folder.is_dir()
     assert not folder.exists()
     assert not any(os.path.exists(f"/proc/{process}") for process in processes)
+
+
+def test_garbage_of_the_parent_is_not_collected_by_a_rank(tmp_path: Path) -> None:
+    """An object that ends a thread would wait for it, or abort: the rank does not have it."""
+
+    class Owner:
+        def __init__(self) -> None:
+            self.itself = self
+
+        def __del__(self) -> None:
+            (tmp_path / str(os.getpid())).touch()
+
+    gc.disable()
+    try:
+        Owner()
+        os.waitpid(fork(collecting), 0)
+    finally:
+        gc.enable()
+    assert not list(tmp_path.iterdir())
+    gc.collect()
+    assert [path.name for path in tmp_path.iterdir()] == [str(os.getpid())]
