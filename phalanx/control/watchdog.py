@@ -142,6 +142,8 @@ class HangDetector:
         self._steps_compared = 0
         self._extended: dict[int, float] = {}
         """Longer timeouts of ranks that were suspected while everybody worked."""
+        self._last_compile = 0.0
+        """When a rank was last seen compiling, which the others wait for."""
         self.seconds = 0.0
         """That the last look at all heartbeats took."""
 
@@ -162,6 +164,8 @@ class HangDetector:
         for rank, beat in beats.items():
             self._timeouts.observe(rank, beat)
         self._check_stragglers(generation, beats)
+        if any(beat.phase == "compiling" for beat in beats.values()):
+            self._last_compile = time.monotonic()
         for rank, beat in beats.items():
             silent = self._silent(beat)
             if rank not in generation.ended and silent > self._timeout(rank, beat.phase):
@@ -177,8 +181,11 @@ class HangDetector:
         self._extended.clear()
 
     def _silent(self, beat: Beat) -> float:
-        """Seconds without progress, not counting those in which this process was itself stopped."""
-        return time.monotonic() - max(beat.since, self._control.state.last_stall_end)
+        """Seconds without progress, not counting those in which this process was itself stopped, nor those of waiting for a compiler."""
+        excused = self._control.state.last_stall_end
+        if beat.phase != "compiling":
+            excused = max(excused, self._last_compile)
+        return time.monotonic() - max(beat.since, excused)
 
     def _timeout(self, rank: int, phase: str) -> float:
         if phase == "starting":

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from hosts import available
+from xla_engine import needs_xla
 
 from phalanx.events.log import read_events
 from phalanx.events.records import ControllerChanged, Event, FailureNoticed, Recovered, Restored, Step, Stopped, Warned
@@ -61,10 +62,10 @@ def alone(folder: Path, *command: object) -> str:
     return done.stdout
 
 
-def train(folder: Path, *, nodes: int, spares: int, fault: str, steps: int = STEPS) -> tuple[list[Event], str]:
+def train(folder: Path, *settings: str, nodes: int, spares: int, fault: str, steps: int = STEPS) -> tuple[list[Event], str]:
     folder.mkdir()
     (folder / "run.toml").write_text(RUN.format(steps=steps, nodes=nodes, spares=spares))
-    printed = alone(folder, sys.executable, DRIVER, nodes, 20, fault, *TRAIN)
+    printed = alone(folder, sys.executable, DRIVER, nodes, 20, fault, *TRAIN, *settings)
     return read_events(folder / "run/events.jsonl"), printed
 
 
@@ -127,6 +128,18 @@ def test_killed_worker_is_started_again(tmp_path: Path, undisturbed: Callable[[i
     (failure,) = (event for event in events if isinstance(event, FailureNoticed))
     (recovered,) = recoveries(events)
     assert (failure.cause, failure.rank, recovered.action) == ("died", 1, "restart") and recovered.steps_lost <= 1
+
+
+@needs_xla
+def test_killed_process_of_the_xla_engine_is_started_again(tmp_path: Path, undisturbed: Callable[[int], Losses]) -> None:
+    settings = ("engine.name=xla", "checkpoint.every=15")
+    events, _ = train(tmp_path / "ray", *settings, nodes=2, spares=0, fault="worker", steps=40)
+    ours, others = losses(events), undisturbed(40)
+    assert ours.keys() == others.keys() and max(abs(ours[step][0] - others[step][0]) for step in ours) <= 1e-5
+    assert {step: digest for step, (_, digest) in ours.items()} == {step: digest for step, (_, digest) in others.items()}
+    (failure,) = (event for event in events if isinstance(event, FailureNoticed))
+    (recovered,) = recoveries(events)
+    assert (failure.cause, failure.rank, recovered.action) == ("died", 1, "restart") and recovered.step >= 15
 
 
 def test_run_leaves_a_node_that_ray_drains(tmp_path: Path, undisturbed: Callable[[int], Losses]) -> None:

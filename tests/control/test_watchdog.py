@@ -74,6 +74,16 @@ def test_ranks_that_die_while_they_are_asked_are_not_killed(ranks: int) -> None:
     assert sorted(died.rank for died in controller.state.events if isinstance(died, Failure)) == list(range(ranks))
 
 
+def test_nobody_hangs_while_another_rank_compiles() -> None:
+    """One rank finds its program compiled, and waits in the step for the other one, however short steps were before."""
+    controller = Silent(2, HANG + 1)
+    waiting = controller.generation.beats[0]
+    controller.generation.beats[1] = waiting._replace(phase="compiling")
+    assert controller.check() == []
+    controller.generation.beats[1] = waiting._replace(since=time.monotonic())
+    assert controller.check() == [], "it is watched from the end of the compilation"
+
+
 class Ending(Silent):
     """A run that was asked to stop a while ago, whose rank does not react."""
 
