@@ -109,9 +109,14 @@ def compile_step(
     )
 
 
-def measuring(model: Model) -> Any:
-    """A function to compile: the sum of the losses and the number of targets of a batch of one micro-batch, without gradients."""
-    return jax.jit(partial(_losses, model))
+Measure = Callable[[Arrays, Arrays, Tokens], tuple[jax.Array, jax.Array]]
+"""The sum of the losses and the number of targets of a batch of one micro-batch, without gradients, for parameters and buffers."""
+
+
+def compile_measure(model: Model, arguments: tuple[Arrays, Arrays, Tokens]) -> Measure:
+    """Compiled for arguments of these shapes."""
+    measure: Measure = jax.jit(partial(_losses, model)).lower(*arguments).compile()
+    return measure
 
 
 def _losses(model: Model, params: Arrays, buffers: Arrays, batch: Tokens) -> tuple[jax.Array, jax.Array]:

@@ -33,7 +33,7 @@ from phalanx.training.run_loop import RunLoop
 from phalanx.training.run_progress import step_record
 from phalanx.training.step_totals import PAUSE, STOP, Outcome
 from phalanx.transforms.precision import LossScale
-from phalanx.xla.compiled import CompiledStep, compile_step, measuring
+from phalanx.xla.compiled import CompiledStep, Measure, compile_measure, compile_step
 from phalanx.xla.device_mesh import own_devices, sharding
 from phalanx.xla.device_state import DeviceBoxes, initial_state, named_arrays, with_arrays
 from phalanx.xla.forward import Model, traced_model
@@ -93,8 +93,7 @@ class XlaTrainer(RunLoop):
         self.in_program = False
         """The devices compute a step, together with those of the other processes."""
         self._step: CompiledStep | None = None
-        self._has_measured = False
-        """The function that measures losses is compiled."""
+        self._measure: Measure | None = None
         self._report = _CompileReport()
         self._scale = LossScale()
         self._boxes: DeviceBoxes | None = None
@@ -112,7 +111,6 @@ class XlaTrainer(RunLoop):
         self._loads = {name: torch.zeros(size, dtype=torch.float64) for name, size in sizes.items()}
         self.recent_loads = RecentLoads(Loads(sizes, self._loads), self.run.steps, _HOST)
         self.hooks.add(self.checkpointer, self.recent_loads, self._report)
-        self._measure = measuring(self.model)
         self.is_built = True
 
     def tensors(self) -> list[dict[str, StateTensor]]:
@@ -189,12 +187,17 @@ class XlaTrainer(RunLoop):
             self.hooks.on_phase("compiling")
             self._step = compile_step(self.model, self.run, (self.state, tokens, inputs), keep_gradients=self.keeps_gradients)
             self._report.step = self._step
+            self._meet()
             self.hooks.on_phase("computing")
         self.checkpointer.release()
         self.hooks.before_program(number)
         self.in_program = True
         self.state, self.results = self._step.run(self.state, tokens, inputs)
         return self.results
+
+    def _meet(self) -> None:
+        """Wait until all processes have compiled: devices wait only seconds for those of others in their first message."""
+        self.mesh.barrier()
 
     def _on_all_devices(self, value: float) -> jax.Array:
         number = np.asarray(value, np.float32)
@@ -260,9 +263,13 @@ class XlaTrainer(RunLoop):
                 self.stop_signal.agree(request)
                 return None
             batch = self.feed.held_out(samples, first, min(first + size, count)).on(self.shardings.batch)
-            self.hooks.on_phase("evaluating" if self._has_measured else "compiling")
-            measured = jax.device_get(self._measure(self.state.params, self.state.buffers, batch))
-            self._has_measured = True
+            arguments = (self.state.params, self.state.buffers, batch)
+            if self._measure is None:
+                self.hooks.on_phase("compiling")
+                self._measure = compile_measure(self.model, arguments)
+                self._meet()
+            self.hooks.on_phase("evaluating")
+            measured = jax.device_get(self._measure(*arguments))
             loss, tokens = loss + float(measured[0]), tokens + float(measured[1])
         return loss, tokens
 
