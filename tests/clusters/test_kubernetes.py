@@ -22,6 +22,7 @@ import pytest
 from hosts import Hosts
 from hosts import available as hosts_available
 from kube_cluster import KubeCluster
+from xla_engine import needs_xla
 
 from phalanx.events.log import EventReader, read_events
 from phalanx.events.records import ControllerChanged, Event, FailureNoticed, Finished, Recovered, RunStarted, Step, Stopped
@@ -248,6 +249,24 @@ def test_controllers_pod_is_killed_where_pods_share_nothing(
     written = {path.name for path in (tmp_path / "kube/pods").glob("*/work/run/logs/*.log") if path.stat().st_size}
     arrived = {path.name for path in (job.path / "run/logs").glob("*.log")}
     assert "node-0.log" in arrived >= written, "what agents, and ranks that noticed the loss, have printed"
+
+
+@needs_xla
+def test_killed_pod_of_the_xla_engine(
+    tmp_path: Path, cluster: KubeCluster, undisturbed: dict[int, tuple[float, int | None]]
+) -> None:
+    """All processes are new afterwards; the run is that of the torch engine."""
+    job = Job(cluster, tmp_path / "job", steps=150, url='[engine]\nname = "xla"')
+    job.reach(60)
+    pod = cluster.running(2)
+    assert pod is not None
+    cluster.hosts.kill_all(pod.host)
+    code, events, output = job.end()
+    assert code == 0 and isinstance(events[-1], Finished), output
+    recovered = [event for event in events if isinstance(event, Recovered)]
+    print([(one.action, one.source, one.step, f"{one.seconds:.1f} s") for one in recovered])
+    assert recovered and recovered[0].step >= 50
+    assert near(losses(events), undisturbed)
 
 
 def lease(cluster: KubeCluster) -> dict[str, Any]:
