@@ -132,9 +132,7 @@ def test_two_processes_hold_their_own_boxes_and_compute_the_same() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("family", "layout"), [("dense", "shard"), ("dense", "grid"), ("gpt", "context"), ("qwen3-moe", "expert 4")]
-)
+@pytest.mark.parametrize(("family", "layout"), MATRIX)
 @pytest.mark.parametrize("each", [4, 2])
 def test_processes_on_layouts(family: str, layout: str, each: int) -> None:
     run = replace(run_of(FAMILIES[family], LAYOUTS[layout]), engine=Engine(name="xla", devices_per_process=each))
