@@ -13,6 +13,10 @@ from typing import Any
 
 import pytest
 
+from phalanx.checkpointing.replicas import replica_index
+from phalanx.checkpointing.replicas.memory_checkpoint import MemoryCopies
+from phalanx.checkpointing.replicas.replica_index import MemoryLocation
+from phalanx.events.frames import Address
 from phalanx.events.records import Step
 from phalanx.host.env import use_virtual_devices
 from phalanx.parallel.mesh import Mesh
@@ -118,6 +122,51 @@ def train(mesh: Mesh, run: Run, folder: Path, until: int) -> Trained:
     trainer.close()
     files = sorted(path.name for path in Path(saved.path).glob("*.safetensors"))
     return Trained([step.loss for step in steps], [step.batch_digest for step in steps], evaluated and evaluated.loss, files)
+
+
+@dataclass(frozen=True)
+class ThroughMemory:
+    """What has become of a state that was copied into memory and read again."""
+
+    wrong: list[str]
+    """Arrays that have other values."""
+    files: int
+    bytes: int
+    whole: int
+    """Bytes of all arrays, each once."""
+
+
+def through_memory(mesh: Mesh, run: Run, other: Run, folder: Path, server: Address, token: str) -> ThroughMemory:
+    """Copies the state of a run into memory, loses its arrays, and restores the copy on the layout of another run."""
+    use_virtual_devices(DEVICES)
+    import jax
+    import numpy as np
+
+    from phalanx.xla.device_state import named_arrays
+    from phalanx.xla.xla_trainer import XlaTrainer
+
+    dice = np.random.default_rng(7)
+    trainers = [XlaTrainer(each, plan_of(each), folder / "checkpoints") for each in (run, other)]
+    for trainer in trainers:
+        trainer.build()
+    before, after = trainers
+    # Every moment differs from every other, in numbers that bf16 has.
+    before.state = jax.tree.map(
+        lambda array: jax.device_put(dice.integers(-200, 200, array.shape).astype(array.dtype), array.sharding), before.state
+    )
+    expected = {name: np.array(array) for name, array in named_arrays(before.state).items()}
+    copies = MemoryCopies(mesh, folder)
+    copies.take(3, before.tensors(), before.checkpointer.metadata(before.progress))
+    copies.release()
+    jax.tree.map(lambda array: array.delete(), before.state)
+    copies.settle()
+    copies.close()
+    (state,) = replica_index.complete_states([server], token)
+    after.restore(MemoryLocation(state, token))
+    found = named_arrays(after.state)
+    wrong = [name for name, values in expected.items() if not np.array_equal(values, np.array(found[name]))]
+    size = sum(replicas[0].copy.sidecar.tensors for replicas in state.replicas)
+    return ThroughMemory(wrong, len(state.rank_files), size, sum(values.nbytes for values in expected.values()))
 
 
 @dataclass(frozen=True)

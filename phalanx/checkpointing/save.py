@@ -270,7 +270,7 @@ def _on_host(box: WrittenBox) -> bool:
 
 
 def _copy(box: WrittenBox, region: Tensor) -> None:
-    region.copy_(box.values(), non_blocking=True)
+    box.copy_into(region)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ end to end in one line of bytes and cut it into equal lengths, one for each. So 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -121,6 +121,14 @@ class WrittenBox:
         """The values of the box, read from its file if the tensor is offloaded."""
         return self.state.values()[self.local.index]
 
+    def copy_into(self, memory: Tensor) -> None:
+        """Copies the values into contiguous memory of the box's shape; from a device perhaps not at once."""
+        tensor = self.state.tensor
+        if not isinstance(tensor, Tensor) and self.local.shape == self.state.slice.shape:
+            tensor.read(memory)  # not through memory of its own
+        else:
+            memory.copy_(self.values(), non_blocking=True)
+
 
 def written_boxes(tensors: Mapping[str, StateTensor]) -> list[WrittenBox]:
     """What this rank writes of what it holds, in file order: wide number formats first, so that every box is aligned to its format."""
@@ -135,6 +143,11 @@ def written_boxes(tensors: Mapping[str, StateTensor]) -> list[WrittenBox]:
         for name, (first, last) in zip(names, partition(rows, replicas), strict=True):
             if last > first:
                 boxes += _boxes_of_rows(name, tensors[name], first, last)
+    return in_file_order(boxes)
+
+
+def in_file_order(boxes: Iterable[WrittenBox]) -> list[WrittenBox]:
+    """The boxes of a file; those of a tensor on several devices follow each other."""
     return sorted(boxes, key=lambda box: (-box.dtype.itemsize, box.name))
 
 

@@ -77,6 +77,8 @@ class Generation:
     handed_off: dict[int, protocol.HandedOff] = field(default_factory=dict)
     restored: dict[int, int] = field(default_factory=dict)
     """Step that each rank has restored."""
+    from_memory: bool = True
+    """None of them from disk."""
     first_steps: dict[int, float] = field(default_factory=dict)
     """When the first step of each rank was complete."""
     paused: set[int] = field(default_factory=set)
@@ -146,6 +148,7 @@ class Generation:
                 self.handed_off[rank] = report
             case protocol.RankRestored():
                 self.restored[rank] = report.step
+                self.from_memory &= report.from_memory
             case protocol.FirstStepDone():
                 self.first_steps.setdefault(rank, time.time())
             case protocol.RankPaused():
@@ -560,11 +563,8 @@ def _by_node(assignment: Sequence[int], names: Mapping[int, str | None]) -> dict
 
 
 def copy_every(run: Run, plan: Plan, assignment: Sequence[int]) -> int | None:
-    """Steps between two replicas of the state in host memory; None: no replicas.
-
-    As the run file says. By default after every step, if the loss of a rank or node would lose state and memory is plentiful. Processes of the
-    XLA engine have none.
-    """
+    """Steps between two replicas of the state in host memory, as the run file says; None: no replicas. By default they are taken after every
+    step, if the loss of a rank or node would lose state and memory is plentiful."""
     if run.checkpoint.memory_every is not None and run.command.program is None:
         return run.checkpoint.memory_every
     need = _default_replica_bytes(run, plan, assignment)
@@ -586,13 +586,14 @@ def no_room_for_replicas(run: Run, plan: Plan, assignment: Sequence[int]) -> str
 
 def _default_replica_bytes(run: Run, plan: Plan, assignment: Sequence[int]) -> float | None:
     """Memory of a node for replicas that nobody asked for; None: they are not needed."""
-    if run.command.program is not None or run.engine.name == "xla" or run.resilience.restarts == 0:
+    if run.command.program is not None or run.resilience.restarts == 0:
         return None
     copies = run.checkpoint.memory_copies
-    replicas_equal = run.optimizer.sync_every == 1  # otherwise replicas differ between synchronizations
-    replicated = copies == 1 and replicas_equal and replicated_elsewhere(plan.layout, assignment)
+    # Replicas differ between synchronizations, and processes of the XLA engine do not survive a generation.
+    reused = run.optimizer.sync_every == 1 and run.engine.name == "torch"
+    replicated = copies == 1 and reused and replicated_elsewhere(plan.layout, assignment)
     if replicated:
         return None
-    nodes, slots = len(set(assignment)), len(shm_slots.slots_for(run.resilience.check_every, plan.layout))
+    nodes, slots = len(set(assignment)), len(shm_slots.slots_for(run, plan.layout))
     # Each node holds the replicas of its own ranks and of its neighbors'.
     return slots * (plan.trained or plan.parameters) * BYTES_PER_PARAMETER * min(nodes, 1 + copies) / nodes

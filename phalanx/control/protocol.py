@@ -416,6 +416,8 @@ class RankRestored(RankReport):
     """The rank has restored the state after `step`."""
 
     step: int
+    from_memory: bool = True
+    """False: from a checkpoint on disk, which may be newer than the state in memory that the order names; or it began at step 0."""
 
 
 class FirstStepDone(RankReport):

@@ -68,7 +68,7 @@ class Watchdog:
                 generation=generation.number,
                 ranks=generation.ranks,
                 layout=asdict(generation.plan.layout),
-                source=_source(record.source, step, trains=agent.run.command.program is None),
+                source=_source(record.source, generation, trains=agent.run.command.program is None),
                 step=step,
                 steps_lost=max(0, (record.step_before or 0) - step),
                 noticed=record.noticed,
@@ -253,11 +253,12 @@ class HangDetector:
             self._control.agent.emit(Straggling(rank=rank, node=node, step=beats[rank].step, factor=factor, message=message))
 
 
-def _source(chosen: str, step: int, *, trains: bool) -> str:
+def _source(chosen: str, generation: Generation, *, trains: bool) -> str:
     """`Recovered.source`."""
     if not trains:
         return "program"
-    return "beginning" if chosen == "disk" and step == 0 else chosen
+    source = chosen if generation.from_memory else "disk"
+    return "beginning" if source == "disk" and not min(generation.restored.values()) else source
 
 
 def worker_failure(report: protocol.RankDied, step: int | None, rundir: RunDir) -> Failure:

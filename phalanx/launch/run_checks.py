@@ -201,7 +201,7 @@ def replica_problems(run: Run, plan: Plan) -> Iterator[str]:
         yield f"{key}: in-memory replicas cannot be stored ({error}): remove the key to train without them."
         return
     # Each node holds the replicas of its own ranks and of its neighbors', and all nodes of a local job share this machine.
-    slots = len(shm_slots.slots_for(run.resilience.check_every, plan.layout))
+    slots = len(shm_slots.slots_for(run, plan.layout))
     if free < (
         need := slots
         * (plan.trained or plan.parameters)

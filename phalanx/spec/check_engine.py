@@ -42,7 +42,6 @@ _XLA = (
     Refusal("memory.compile", (None,), "compiles the whole step in any case", "remove it"),
     Refusal("memory.cuda_graphs", (None,), "compiles the whole step in any case", "remove it"),
     Refusal("layout.pipeline", (1,), "divides no layers among devices", "set it to 1 and raise layout.shard"),
-    Refusal("checkpoint.memory_every", (None,), "keeps no copies in host memory", "remove it"),
     Refusal("checkpoint.export_hf", (False,), "does not export while it trains", "remove it and use `phalanx export`"),
     Refusal("watch.timeline", (False,), "is one compiled program, whose parts it does not see", "remove it"),
 )

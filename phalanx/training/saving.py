@@ -15,7 +15,6 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from phalanx import accelerator
 from phalanx._version import __version__
 from phalanx.checkpointing import directory
 from phalanx.checkpointing.base_digest import base_digest, check_base
@@ -68,7 +67,7 @@ class Checkpointer(StepHook):
         self._uploads = [Uploader(self._location, remote, mesh, self._prune_remote) for remote in remotes]
         self._saver = Saver(self._location, mesh, self._on_saved)
         self._copy_every = run.checkpoint.memory_every or mesh.place.copy_every or 0
-        self._copies = [_memory_copies(run, mesh)] if self._copy_every and mesh.place.replica_folder is not None else []
+        self._copies = [_memory_copies(run, plan, mesh)] if self._copy_every and mesh.place.replica_folder is not None else []
         self._background: list[Saver | MemoryCopies | Exports | Uploader]
         self._after_save: list[Exports | Uploader] = [self._exports, *self._uploads]
         self._background = [self._saver, *self._copies, *self._after_save]
@@ -84,7 +83,7 @@ class Checkpointer(StepHook):
         if periodic and self._saves_in_background(tensors):
             self._saver.prepare(tensors)
         for copies in self._copies:
-            copies.prepare(_of_one_device(tensors))
+            copies.prepare(tensors)
 
     def _saves_in_background(self, tensors: Tensors) -> bool:
         """States in files are too large for a copy in memory: training waits for their saves."""
@@ -104,8 +103,8 @@ class Checkpointer(StepHook):
     def copy(self, progress: Progress, tensors: Callable[[], Tensors]) -> None:
         """Copies the present state to host memory, if a copy is due; all ranks call it together."""
         for copies in self._copies:
-            if progress.step % self._copy_every == 0:
-                copies.take(progress.step, _of_one_device(tensors()), self._metadata_on_rank_0(progress), self.equal_step())
+            if progress.step % self._copy_every == 0 and copies.may_be_due(progress.step):
+                copies.take(progress.step, tensors(), self._metadata_on_rank_0(progress), self.equal_step())
 
     def _metadata_on_rank_0(self, progress: Progress) -> RunMetadata:
         return RunMetadata() if self._mesh.rank else self.metadata(progress)
@@ -264,6 +263,15 @@ class Checkpointer(StepHook):
             newest = directory.newest(self._locations, skipped)
         return cast(tuple[Location | None, list[DamagedCheckpoint]], self._mesh.broadcast_object(newest))
 
+    def has_newer(self, memory: MemoryLocation) -> bool:
+        """Whether a checkpoint is newer than this copy in memory; all ranks call it together."""
+        is_newer = False
+        if self._mesh.rank == 0:
+            with suppress(OSError, DamagedCheckpoint):  # the copy is there
+                checkpoint, _ = directory.newest(self._locations)
+                is_newer = checkpoint is not None and _age(checkpoint) > _age(memory)
+        return bool(self._mesh.broadcast_object(is_newer))
+
     def remove_after(self, step: int) -> None:
         """Removes checkpoints of later steps after a rollback to `step`; all ranks call it together."""
         failure = None
@@ -299,19 +307,19 @@ class Checkpointer(StepHook):
             background.close()
 
 
-def _of_one_device(tensors: Tensors) -> Mapping[str, StateTensor]:
-    """The state of a rank of the torch engine; only those have copies in memory."""
-    (part,) = parts_of(tensors)
-    return part
+def _age(state: Location) -> tuple[int, int]:
+    """Of two states the newer one has the larger. A rollback abandons the steps after it."""
+    marker = directory.read_marker(state)
+    return len(marker.run.progress.get("left_out", [])), marker.step
 
 
-def _memory_copies(run: Run, mesh: Mesh) -> MemoryCopies:
+def _memory_copies(run: Run, plan: Plan, mesh: Mesh) -> MemoryCopies:
     """In-memory copies of one rank's state, in the replica server that the launcher has started."""
     assert mesh.place.replica_folder is not None
-    is_default, on_gpu = run.checkpoint.memory_every is None, accelerator.of(mesh.device).asynchronous
+    is_default, on_gpu = run.checkpoint.memory_every is None, plan.device != "cpu"
     # Default copies protect state that no other rank holds: on CPUs they are taken after every step, at any cost.
     patient = is_default and not on_gpu
-    slots = slots_for(run.resilience.check_every, mesh.layout)
+    slots = slots_for(run, mesh.layout)
     copies = MemoryCopies(mesh, Path(mesh.place.replica_folder), mesh.place.generation, patient=patient, slots=slots)
     if is_default and on_gpu:
         copies.pace = CopyPace(_DEFAULT_COPY_SHARE)

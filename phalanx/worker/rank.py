@@ -11,8 +11,6 @@ from pathlib import Path
 
 import torch
 
-from phalanx.checkpointing.location import Location
-from phalanx.checkpointing.replicas import replica_index
 from phalanx.checkpointing.replicas.memory_checkpoint import write_handoff
 from phalanx.checkpointing.save import rank_file
 from phalanx.checkpointing.state_tensor import written_boxes
@@ -77,21 +75,6 @@ class Rank(RankProcess[Trainer]):
 
     def _on_trained(self, trainer: Trainer) -> None:
         self._requests.finish(trainer)
-
-    def _location(self, source: protocol.StateSource, mesh: Mesh) -> Location | None:
-        if not source.in_memory:
-            return None
-        memory, place = None, mesh.place
-        if mesh.rank == 0:
-            assert place.token is not None
-            states = replica_index.complete_states([(host, port) for host, port in source.servers], place.token)
-            wanted = (source.generation, source.step, source.ranks)
-            state = next((state for state in states if (state.generation, state.step, state.ranks) == wanted), None)
-            memory = None if state is None else replica_index.MemoryLocation(state, place.token)
-        location: Location | None = mesh.broadcast_object(memory)
-        if location is None:
-            raise ConnectionError("Connection closed by peer: the copies in memory are gone")
-        return location
 
     def _report_state(self, generation: int) -> None:
         """The state stays in memory until the next generation begins, and no longer: no local of `serve` may refer to the trainer."""

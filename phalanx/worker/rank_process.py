@@ -21,7 +21,8 @@ from typing import Generic, TypeVar
 import torch
 
 from phalanx.checkpointing.directory import list_checkpoints
-from phalanx.checkpointing.location import Location
+from phalanx.checkpointing.replicas import replica_index
+from phalanx.checkpointing.replicas.replica_index import MemoryLocation
 from phalanx.control import protocol
 from phalanx.data.dataset import Dataset, open_dataset
 from phalanx.data.ingest import Progress
@@ -145,10 +146,6 @@ class RankProcess(RankProgram[T]):
     @abstractmethod
     def _leave(self, mesh: Mesh) -> None:
         """Leaves them in order, when all are done."""
-
-    @abstractmethod
-    def _location(self, source: protocol.StateSource, mesh: Mesh) -> Location | None:
-        """Where to restore from; None: the newest checkpoint on disk."""
 
     @abstractmethod
     def _report_state(self, generation: int) -> None:
@@ -278,9 +275,11 @@ class RankProcess(RankProgram[T]):
         trainer = self._build(plan, mesh, order.chaos)
         if (valid := order.begin.source.newest_step) is not None:
             trainer.checkpointer.remove_after(valid)
-        for event in trainer.restore(self._location(order.begin.source, mesh)):
+        memory = self._location(order.begin.source, trainer)
+        for event in trainer.restore(memory):
             self._record(event, trainer)
-        control.report(protocol.RankRestored(generation=generation, step=trainer.progress.step))
+        restored = protocol.RankRestored(generation=generation, step=trainer.progress.step, from_memory=memory is not None)
+        control.report(restored)
         last: Event | None = None
         first = True
         for last in trainer.train(save_only=order.begin.save_only):
@@ -299,6 +298,22 @@ class RankProcess(RankProgram[T]):
         code = exit_code(self._run, last)
         control.report(protocol.RankEnded(generation=generation, code=code))
         return code
+
+    def _location(self, source: protocol.StateSource, trainer: T) -> MemoryLocation | None:
+        """The state in memory to restore; None: the newest checkpoint on disk is."""
+        if not source.in_memory:
+            return None
+        memory, mesh, place = None, trainer.mesh, trainer.mesh.place
+        if mesh.rank == 0:
+            assert place.token is not None
+            states = replica_index.complete_states([(host, port) for host, port in source.servers], place.token)
+            wanted = (source.generation, source.step, source.ranks)
+            state = next((state for state in states if (state.generation, state.step, state.ranks) == wanted), None)
+            memory = None if state is None else MemoryLocation(state, place.token)
+        location: MemoryLocation | None = mesh.broadcast_object(memory)
+        if location is None:
+            raise ConnectionError("Connection closed by peer: the copies in memory are gone")
+        return location
 
     def _record_now(self, event: Event, *, if_new: bool = False) -> None:
         """Send a record to the agent, which passes it to the controller."""

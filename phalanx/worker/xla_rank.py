@@ -2,7 +2,8 @@
 `worker/fork_server`.
 
 JAX cannot leave a system that has lost a process, nor can a compiled program be interrupted. So no process outlives its generation: it freezes at
-the order to halt, and the agent kills it and starts new ones. They restore the newest checkpoint and find their programs compiled.
+the order to halt, and the agent kills it and starts new ones. They restore the newest state, from the copies in memory that outlive their processes or from
+a checkpoint, and find their programs compiled.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import os
 import signal
 
-from phalanx.checkpointing.location import Location
+from phalanx.checkpointing.replicas.replica_index import MemoryLocation
 from phalanx.control import protocol
 from phalanx.control.run_requests import Observe, Observed
 from phalanx.data.dataset import Dataset
@@ -59,11 +60,16 @@ class XlaRank(RankProcess[XlaTrainer]):
         disconnect(mesh)
 
     def _on_trained(self, trainer: XlaTrainer) -> None:
+        """The next generation has other processes."""
         if trainer.stop_signal.paused and self._run.checkpoint.save:
-            trainer.save()  # the next generation has other processes
+            trainer.save()
+        elif trainer.stop_signal.paused:
+            trainer.checkpointer.settle()
 
-    def _location(self, source: protocol.StateSource, mesh: Mesh) -> Location | None:
-        return None
+    def _location(self, source: protocol.StateSource, trainer: XlaTrainer) -> MemoryLocation | None:
+        """Copies may be rarer than checkpoints, and a run that pauses saves one."""
+        memory = super()._location(source, trainer)
+        return None if memory is None or trainer.checkpointer.has_newer(memory) else memory
 
     def _freeze(self, generation: int) -> None:
         """In the control thread, at the order to halt: what the main thread does, nobody may see any more."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import jax
@@ -112,13 +113,13 @@ class DeviceBox:
 
     def read(self, into: Tensor | None = None) -> Tensor:
         shard = next(shard for shard in self.array.addressable_shards if shard.device == self.device)
-        values = np.array(shard.data)  # a copy: the next step takes the device's memory
-        tensor = (
-            torch.from_numpy(values.view(np.int16)).view(torch.bfloat16)
-            if self.dtype == torch.bfloat16
-            else torch.from_numpy(values)
-        )
-        return tensor if into is None else into.copy_(tensor)
+        held = np.asarray(shard.data)  # on CPUs the device's own memory, which the next step takes
+        tensor = torch.empty(held.shape, dtype=self.dtype) if into is None else into
+        if self.dtype == torch.bfloat16:  # numpy has no such format
+            np.copyto(tensor.view(torch.int16).numpy(), held.view(np.int16))
+        else:
+            np.copyto(tensor.numpy(), held)
+        return tensor
 
     def write(self, values: Tensor, /) -> None:
         self.written = values
@@ -156,15 +157,22 @@ _WRITTEN_ELSEWHERE = ReplicaGroup(key=("another process",), count=0)
 
 def _own_boxes(array: jax.Array) -> dict[Box, DeviceBox]:
     """What the devices of this process hold of an array, with the first of them that holds it."""
-    own: dict[Box, DeviceBox] = {}
-    first: set[Box] = set()
-    placed: list[Any] = sorted(array.sharding.devices_indices_map(array.shape).items(), key=lambda pair: pair[0].id)
+    dtype = _TORCH[str(array.dtype)]
+    return {box: DeviceBox(array, box, device, dtype, is_ours) for box, device, is_ours in _places(array.sharding, array.shape)}
+
+
+@lru_cache(maxsize=4096)  # asked for before every copy, of arrays that lie as those before them
+def _places(where: Sharding, whole: tuple[int, ...]) -> list[tuple[Box, Any, bool]]:
+    """The boxes of an array on the devices of this process: each once, with the first device that has it, and whether that is the first of all."""
+    own: dict[Box, tuple[Any, bool]] = {}
+    found: set[Box] = set()
+    placed: list[Any] = sorted(where.devices_indices_map(whole).items(), key=lambda pair: pair[0].id)
     for device, index in placed:
-        box = box_of(index, array.shape)
-        if device in array.sharding.addressable_devices and box not in own:
-            own[box] = DeviceBox(array, box, device, _TORCH[str(array.dtype)], is_ours=box not in first)
-        first.add(box)
-    return own
+        box = box_of(index, whole)
+        if device in where.addressable_devices:
+            own.setdefault(box, (device, box not in found))
+        found.add(box)
+    return [(box, *place) for box, place in own.items()]
 
 
 def _assembled(array: jax.Array, boxes: Mapping[Box, DeviceBox]) -> jax.Array:

@@ -190,6 +190,7 @@ class XlaTrainer(RunLoop):
             self._meet()
             self.hooks.on_phase("computing")
         self.checkpointer.release()
+        self._boxes = None  # what was read of the arrays on the host goes with them
         self.hooks.before_program(number)
         self.in_program = True
         self.state, self.results = self._step.run(self.state, tokens, inputs)

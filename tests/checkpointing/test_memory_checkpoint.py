@@ -111,6 +111,21 @@ def test_memory_replicas_restore_on_another_layout(
     assert [differing(*pair) for pair in zip(from_memory, from_disk, strict=True)] == [[], []]
 
 
+@pytest.mark.parametrize(("steps", "rollbacks", "is_newer"), [(2, 0, False), (3, 0, False), (4, 0, True), (2, 1, True)])
+def test_a_checkpoint_is_newer_by_its_rollbacks_and_then_by_its_step(
+    steps: int, rollbacks: int, is_newer: bool, trained: tuple[Path, Sequence[Node]], tmp_path: Path
+) -> None:
+    """Than the copy of step 3."""
+    state = newest_state(addresses(trained[1]), TOKEN)
+    assert state is not None
+    with tiny_trainer(ALONE, tiny_run(), tmp_path) as trainer:
+        place = MemoryLocation(state, TOKEN)
+        assert not trainer.checkpointer.has_newer(place), "there is no checkpoint"
+        trainer.progress = replace(trainer.progress, step=steps, left_out=[[0, 8, 2]] * rollbacks)
+        trainer.save()
+        assert trainer.checkpointer.has_newer(place) == is_newer
+
+
 def test_memory_replicas_keep_the_last_two_steps(trained: tuple[Path, Sequence[Node]]) -> None:
     assert [state.step for state in replica_index.complete_states(addresses(trained[1]), TOKEN)] == [3, 2]
 

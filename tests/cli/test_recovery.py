@@ -141,8 +141,8 @@ AS_ON_GPUS = """
 import time
 from phalanx.training import micro_batch, saving
 copies, batches = saving._memory_copies, micro_batch.BatchFeed.next
-def paced(run, mesh):
-    made = copies(run, mesh)
+def paced(run, plan, mesh):
+    made = copies(run, plan, mesh)
     made.pace, made._patient = saving.CopyPace(saving._DEFAULT_COPY_SHARE), False
     return made
 def slow(self, samples):

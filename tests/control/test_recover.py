@@ -15,7 +15,7 @@ from ranks import tiny_run
 from phalanx.checkpointing.format import RankFile, RunMetadata
 from phalanx.checkpointing.replicas import replica_index
 from phalanx.checkpointing.replicas.replica_index import Replica, ReplicaState
-from phalanx.checkpointing.replicas.shm_slots import RankCopy
+from phalanx.checkpointing.replicas.shm_slots import RankCopy, slots_for
 from phalanx.control.controller_state import Generation, Member, copy_every, no_room_for_replicas
 from phalanx.control.protocol import HandedOff, HandOff, Join, Order, ReplicasDiffer, StateSource, SurvivorReport
 from phalanx.control.recover import Recovery, Replanner, failure_noticed
@@ -255,6 +255,14 @@ def test_memory_every_of_the_run_file_overrides_the_default() -> None:
 def test_diverged_replicas_need_copies_in_memory() -> None:
     run = tiny_run("layout.data=2", "cluster.cpu_ranks=2", "optimizer.sync_every=2")
     assert copy_every(run, planned(run), (0, 1)) == 1
+
+
+@pytest.mark.parametrize(("engine", "every", "slots"), [("torch", None, 3), ("xla", 1, 2)])
+def test_processes_that_do_not_survive_need_copies_in_memory(engine: str, every: int | None, slots: int) -> None:
+    """Those of the XLA engine, whose replicas nobody compares."""
+    run = tiny_run("layout.data=2", "cluster.cpu_ranks=2", f"engine.name={engine}")
+    plan = planned(tiny_run("layout.data=2", "cluster.cpu_ranks=2"))
+    assert (copy_every(run, plan, (0, 0)), len(slots_for(run, plan.layout))) == (every, slots)
 
 
 def test_too_little_memory_for_the_default_copies_is_said_with_numbers(monkeypatch: pytest.MonkeyPatch) -> None:

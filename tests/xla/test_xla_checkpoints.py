@@ -6,7 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from xla_engine import SMALL, devices, needs_xla, on_torch, small_run, train, train_together
+from replica_nodes import TOKEN, nodes
+from xla_engine import SMALL, devices, needs_xla, on_torch, small_run, through_memory, train, train_together
 
 from phalanx.checkpointing import directory
 from phalanx.checkpointing.restore import CheckpointReader
@@ -47,6 +48,16 @@ def test_experts_move_between_layouts_and_engines(tmp_path: Path) -> None:
         taken = [pool.alone(train, run, tmp_path / "broken", until) for run, until in parts]
     assert [loss for part in taken for loss in part.losses] == pytest.approx(unbroken.losses, rel=1e-5)
     assert [len(part.files) for part in taken] == [4, 8, 1]
+
+
+def test_copies_in_memory_outlive_the_arrays(tmp_path: Path) -> None:
+    """Those of all devices of a process are one file, in which nothing is twice, and which another layout restores to the bit."""
+    precision = Precision(compute="bf16", optimizer="bf16")
+    run = replace(small_run(Layout(data=2, shard=2, tensor=2, zero=1), 8), precision=precision)
+    other = replace(run, layout=Layout(data=1, shard=4, zero=3))
+    with nodes(tmp_path, 1) as (node,), devices() as pool:
+        through = pool.alone(through_memory, run, other, node.folder, node.address, TOKEN)
+    assert (through.wrong, through.files, through.bytes) == ([], 1, through.whole)
 
 
 def test_torch_to_xla_to_torch(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 from commands import Workshop, losses
 from xla_engine import needs_xla, on_torch, plan_of, small_run
 
-from phalanx.events.records import FailureNoticed, Recovered, Step, Stopped, WorkerStarted
+from phalanx.events.records import Copied, FailureNoticed, Recovered, Step, Stopped, WorkerStarted
 from phalanx.faults.grammar import parse, program_problems
 from phalanx.planning.planner import devices_per_process
 from phalanx.spec.check import check
@@ -22,6 +22,7 @@ pytestmark = needs_xla
 
 ON_FOUR = ("engine.name=xla", "cluster.cpu_ranks=4", "layout.shard=2", "layout.tensor=2")
 ON_TWO_PROCESSES = (*ON_FOUR, "engine.devices_per_process=2")
+SAVED_LAST = "checkpoint.every=1000"
 
 
 def test_each_process_reads_the_samples_of_its_devices() -> None:
@@ -82,12 +83,13 @@ def check_losses(workshop: Workshop, broken: str, unbroken: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", ["kill rank=0 step=6", "kill rank=1 step=6", "raise rank=1 step=7 in=data"])
 def test_a_lost_process_leads_to_a_new_generation(workshop: Workshop, fault: str) -> None:
-    """From the checkpoint of step 4, with other processes, and without anybody's help. Only what failed itself is called a failure."""
+    """From the copies in memory, with other processes, and without anybody's help. Only what failed itself is called a failure."""
     workshop.train("--run-dir", "plain")
-    workshop.train(*ON_TWO_PROCESSES, "--chaos", fault, "--run-dir", "broken")
+    workshop.train(*ON_TWO_PROCESSES, SAVED_LAST, "--chaos", fault, "--run-dir", "broken")
     events = workshop.events("broken")
     (recovered,) = [event for event in events if isinstance(event, Recovered)]
-    assert (recovered.source, recovered.step, recovered.ranks, recovered.generation) == ("disk", 4, 2, 1)
+    assert (recovered.source, recovered.ranks, recovered.generation) == ("memory", 2, 1)
+    assert recovered.steps_lost <= 1 and recovered.step + recovered.steps_lost == int(fault.split("step=")[1][0]) - 1
     (failure,) = [event for event in events if isinstance(event, FailureNoticed)]
     assert failure.rank == int(fault.split("rank=")[1][0])
     assert len({event.pid for event in events if isinstance(event, WorkerStarted)}) == 4
@@ -98,8 +100,32 @@ def test_a_lost_process_leads_to_a_new_generation(workshop: Workshop, fault: str
 @pytest.mark.slow
 def test_a_process_for_all_devices_is_started_again(workshop: Workshop) -> None:
     workshop.train("--run-dir", "plain")
-    workshop.train(*ON_FOUR, "--chaos", "kill rank=0 step=6", "--run-dir", "broken")
-    assert len([event for event in workshop.events("broken") if isinstance(event, Recovered)]) == 1
+    workshop.train(*ON_FOUR, SAVED_LAST, "--chaos", "kill rank=0 step=6", "--run-dir", "broken")
+    (recovered,) = [event for event in workshop.events("broken") if isinstance(event, Recovered)]
+    assert recovered.source == "memory" and recovered.steps_lost <= 1
+    check_losses(workshop, "broken", "plain")
+
+
+@pytest.mark.slow
+def test_a_checkpoint_that_is_newer_than_the_copies_is_restored(workshop: Workshop) -> None:
+    workshop.train("--run-dir", "plain")
+    workshop.train(*ON_FOUR, "checkpoint.memory_every=3", "--chaos", "kill rank=0 step=6", "--run-dir", "broken")
+    events = workshop.events("broken")
+    assert next(event.step for event in events if isinstance(event, Copied)) == 3
+    (recovered,) = [event for event in events if isinstance(event, Recovered)]
+    assert (recovered.source, recovered.step, recovered.steps_lost) == ("disk", 4, 1)
+    check_losses(workshop, "broken", "plain")
+
+
+@pytest.mark.slow
+def test_fewer_hosts_continue_from_the_copies_of_the_lost_one(workshop: Workshop) -> None:
+    """The first process has written all of the state, as the second one holds the same; only its neighbor's copy of it is left."""
+    layout = ("engine.name=xla", "cluster.nodes=2", "cluster.cpu_ranks=4", "layout.data=2", "layout.tensor=2")
+    workshop.train("--run-dir", "plain")
+    workshop.train(*layout, SAVED_LAST, "--chaos", "kill node=0 step=6", "--run-dir", "broken")
+    events = workshop.events("broken")
+    (recovered,) = [event for event in events if isinstance(event, Recovered)]
+    assert (recovered.action, recovered.source, recovered.ranks) == ("shrink", "memory", 1) and recovered.steps_lost <= 1
     check_losses(workshop, "broken", "plain")
 
 

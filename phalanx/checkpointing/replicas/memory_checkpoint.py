@@ -14,9 +14,11 @@ import math
 import mmap
 import threading
 import time
-from collections.abc import Mapping
+from collections import ChainMap
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +29,17 @@ from phalanx.checkpointing.format import RankFile, RunMetadata, encode_header
 from phalanx.checkpointing.replicas.copy_pace import CopyPace
 from phalanx.checkpointing.replicas.replica_server import request
 from phalanx.checkpointing.replicas.shm_slots import ADDRESS, HANDOFF_SLOT, SLOTS, RankCopy, SlotDir
-from phalanx.checkpointing.save import Ballot, Ranks, Staging, failure_text, rank_file
-from phalanx.checkpointing.state_tensor import StateTensor, WrittenBox, as_state_tensors, written_boxes
+from phalanx.checkpointing.save import Ballot, Ranks, Staging, State, failure_text, parts_of, rank_file
+from phalanx.checkpointing.state_tensor import StateTensor, WrittenBox, as_state_tensors, in_file_order, written_boxes
 from phalanx.events.records import Copied, Event, Warned
 
 _TOUCH_BYTES = 2**28  # whose pages are mapped at a time
 _TOUCH_THREADS = 4  # that map the pages of a GPU's rank, whose cores wait for the device
 _LAG = 2.0  # seconds that a step waits at most for an earlier copy: a server that takes longer hangs, and will be detected
 _PATIENCE = 600.0  # seconds that a server may take for the checksums and for sending a copy to its peer
+
+_States = list[dict[str, StateTensor]]
+"""Of each device of a rank."""
 
 
 class SharedStaging(Staging):
@@ -100,8 +105,9 @@ class MemoryCopies:
         costs more than a step."""
         self._ranks, self._slot_dir, self._generation, self._patient = ranks, SlotDir(folder), generation, patient
         self._slot_names = slots
-        self._boxes: list[WrittenBox] = []
         self._header = b""
+        self._value_bytes = 0
+        """Of the boxes that follow the header."""
         self._slots: dict[str, SharedStaging] = {}
         self._reserving: threading.Thread | None = None
         self._thread: threading.Thread | None = None
@@ -124,12 +130,12 @@ class MemoryCopies:
 
     @property
     def _bytes(self) -> int:
-        return len(self._header) + sum(box.bytes for box in self._boxes)
+        return len(self._header) + self._value_bytes
 
-    def prepare(self, tensors: Mapping[str, Tensor | StateTensor]) -> None:
+    def prepare(self, tensors: State | Sequence[State]) -> None:
         """Allocate the memory in the background; all ranks call it together."""
-        self._boxes = written_boxes(as_state_tensors(tensors))
-        self._header = encode_header([box.saved for box in self._boxes])
+        boxes = _boxes_of_all(_states(tensors))
+        self._header, self._value_bytes = encode_header([box.saved for box in boxes]), _bytes_of(boxes)
         # Numbered in the store, as these ranks may have copied through another MemoryCopies before.
         number = self._ranks.broadcast_object(self._ranks.store_add("copies", 1) if self._ranks.rank == 0 else 0)
         self._reserved = {slot: Ballot(self._ranks, f"copies-{number}-{slot}") for slot in self._slot_names}
@@ -147,7 +153,7 @@ class MemoryCopies:
                 ask_server(self._slot_dir, {"op": "reserve", "slots": [slot], "later": waiting} | which)
                 path = self._slot_dir.slot(self._generation, self._ranks.rank, slot)
                 staging = SharedStaging(self._ranks.device, path, self._header)
-                staging.map(self._bytes - len(self._header))
+                staging.map(self._value_bytes)
                 self._slots[slot] = staging
             except BaseException as error:
                 failure = failure_text(error)
@@ -158,16 +164,18 @@ class MemoryCopies:
             if failure is not None:
                 return
 
-    def take(
-        self, step: int, tensors: Mapping[str, Tensor | StateTensor], metadata: RunMetadata, equal: int | None = None
-    ) -> None:
-        """Start a copy of the current state; all ranks call it together. Call `release` before the state changes. `equal`: the newest step
-        whose state was found equal among replicas.
+    def may_be_due(self, step: int) -> bool:
+        """Whether `take` would do anything after this step; the same on all ranks."""
+        return self.off is None and step >= self._next_step
+
+    def take(self, step: int, tensors: State | Sequence[State], metadata: RunMetadata, equal: int | None = None) -> None:
+        """Start a copy of the current state; all ranks call it together. Call `release` before the state changes. A process with several
+        devices gives the state of each; its copy is one file. `equal`: the newest step whose state was found equal among replicas.
 
         Skipped while the previous copy is in progress on some rank, as training never waits for a peer unless it is `patient`; and while
         the memory is not ready, for which it waits a short time.
         """
-        if self.off is not None or step < self._next_step:
+        if not self.may_be_due(step):
             return
         started = time.perf_counter()
         patience = _LAG if self.pace is None else 0.0
@@ -184,20 +192,17 @@ class MemoryCopies:
         if self.off is not None:
             self._warn(f"There is no copy in memory of step {step}: ", self.off)
         if self.off is None and turn.slot is not None:
-            self._copy(turn, turn.slot, step, as_state_tensors(tensors), metadata, started)
+            self._copy(turn, turn.slot, step, _states(tensors), metadata, started)
 
-    def _copy(
-        self, turn: _Turn, slot: str, step: int, state: Mapping[str, StateTensor], metadata: RunMetadata, started: float
-    ) -> None:
+    def _copy(self, turn: _Turn, slot: str, step: int, states: _States, metadata: RunMetadata, started: float) -> None:
         self._join()
-        before = self._bytes
-        self._boxes = written_boxes(state)
-        assert self._bytes == before, "the state of a generation does not change its shape"
+        boxes = _boxes_of_all(states)
+        assert _bytes_of(boxes) == self._value_bytes, "the state of a generation does not change its shape"
         ballot = Ballot(self._ranks, f"copies-{turn.number}")
         self._slot_dir.unseal(self._generation, self._ranks.rank, slot)
-        self._slots[slot].begin(self._boxes)
+        self._slots[slot].begin(boxes)
         self._stall = time.perf_counter() - started
-        file = rank_file(self._ranks, state, self._boxes)
+        file = rank_file(self._ranks, dict(ChainMap(*states)), boxes)
         copy = _rank_copy(file, self._generation, slot, step, metadata)
         arguments = (copy, ballot, started, turn.discard_older)
         self._thread = threading.Thread(target=self._seal, args=arguments, name=f"copy of step {step}", daemon=True)
@@ -332,6 +337,19 @@ def write_handoff(
         slot.chunks()  # waits for the copy
     slot.close()
     ask_server(slots, {"op": "seal", "copy": copy.to_json(), "alone": True})
+
+
+def _states(tensors: State | Sequence[State]) -> _States:
+    return [dict(as_state_tensors(part)) for part in parts_of(tensors)]
+
+
+def _boxes_of_all(states: _States) -> list[WrittenBox]:
+    """What a rank writes of the states of its devices, as one file."""
+    return in_file_order(chain.from_iterable(map(written_boxes, states)))
+
+
+def _bytes_of(boxes: Iterable[WrittenBox]) -> int:
+    return sum(box.bytes for box in boxes)
 
 
 def _rank_copy(file: RankFile, generation: int, slot: str, step: int, metadata: RunMetadata) -> RankCopy:

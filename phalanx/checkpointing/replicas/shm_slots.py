@@ -27,6 +27,7 @@ from typing import Any
 from phalanx.checkpointing.format import SUFFIX, RunMetadata, Sidecar
 from phalanx.events.rundir import replace_file
 from phalanx.spec.layout import Layout
+from phalanx.spec.run import Run
 
 SLOTS = ("a", "b", "c")
 HANDOFF_SLOT = "h"
@@ -41,10 +42,11 @@ _CGROUP = Path("/sys/fs/cgroup")
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
-def slots_for(check_every: int, layout: Layout) -> tuple[str, ...]:
+def slots_for(run: Run, layout: Layout) -> tuple[str, ...]:
     """The slots of each rank: one is the newest, one is written. Where replicas are compared, one more keeps the newest state that was found
     equal: after a corruption, later ones are wrong."""
-    return SLOTS if check_every and (layout.data or 1) * layout.context > 1 else SLOTS[:2]
+    compares = run.resilience.check_every and run.engine.name == "torch"
+    return SLOTS if compares and (layout.data or 1) * layout.context > 1 else SLOTS[:2]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -141,4 +141,5 @@ def _copied(run: Run, plan: Plan, machine: Machine) -> bool:
     if run.checkpoint.memory_every is not None:
         return True
     modest = 2 * 12 * plan.parameters <= _MODEST * machine.memory
-    return modest and run.resilience.restarts > 0 and not replicated_elsewhere(plan.layout, (0,) * plan.ranks)
+    reused = run.engine.name == "torch" and replicated_elsewhere(plan.layout, (0,) * plan.ranks)
+    return modest and run.resilience.restarts > 0 and not reused

@@ -16,7 +16,7 @@ from phalanx.planning.search.space import Columns, Space, at, engine_of, layout_
 from phalanx.recovery.relayout import replicated_elsewhere
 from phalanx.spec.adapted_layers import flops_per_token, trained_parameters
 from phalanx.spec.layout import FIXED_STAGES, Layout
-from phalanx.spec.run import Memory
+from phalanx.spec.run import Memory, Run
 
 _SCHEDULE_SUFFIXES = {"1f1b": "", "interleaved-1f1b": "", "looped-bfs": "-bfs", "interleaved-zero-bubble": "-zb"}
 """Short names of schedules in the name of a layout; the other schedules keep their own."""
@@ -185,7 +185,7 @@ def _candidate(space: Space, jobs: JobTable, memory: Footprint, times: Times, ro
     layout = layout_of(run, jobs, row)
     tokens = run.batch_tokens / seconds
     state = saved_bytes(trained_parameters(run.model, run.lora), layout)
-    unsaved = None if run.checkpoint.save else _undone(layout, hardware, seconds, run.steps)
+    unsaved = None if run.checkpoint.save else _undone(layout, run, hardware, seconds)
     maintenance = upkeep(hardware, state=state, ranks=space.gpus, step=seconds, unsaved=unsaved)
     price, energy = price_and_energy(hardware, space.gpus, seconds * run.steps / maintenance.goodput)
     peak = float(jobs.peak) * space.gpus
@@ -218,10 +218,11 @@ def _candidate(space: Space, jobs: JobTable, memory: Footprint, times: Times, ro
     )
 
 
-def _undone(layout: Layout, hardware: Hardware, step: float, steps: int) -> float:
-    """Seconds of training that a failure undoes at most where nothing is saved or copied: all, unless other ranks have the same state."""
+def _undone(layout: Layout, run: Run, hardware: Hardware, step: float) -> float:
+    """Seconds of training that a failure undoes at most where nothing is saved or copied: all, unless other ranks have the same state and survive."""
     nodes = [rank // hardware.node for rank in range(layout.ranks)]
-    return step if replicated_elsewhere(layout, nodes) else step * steps
+    reused = engine_of(run, hardware) == "torch" and replicated_elsewhere(layout, nodes)
+    return step if reused else step * run.steps
 
 
 def candidate_at(space: Space, rates: Rates, columns: Columns, row: int, capacity: float | None = None) -> Candidate:

@@ -113,10 +113,10 @@ class ClusterModel:
     # --- the scenario ---
 
     def _live_source(self, decisions: DecisionCache, in_memory: bool) -> StateSource:
-        """The choice of control/recover: in-memory replicas if some node holds state that no other node has."""
+        """The choice of control/recover: in-memory replicas if some node holds state that no other node has, or its processes are not kept."""
         copies = self._run.checkpoint.memory_every is not None
-        identical = self._run.optimizer.sync_every == 1
-        if not copies and identical and replicated_elsewhere(self._candidate.layout, decisions.initial.assignment):
+        reused = self._run.optimizer.sync_every == 1 and self._candidate.engine == "torch"
+        if not copies and reused and replicated_elsewhere(self._candidate.layout, decisions.initial.assignment):
             return "replicas"
         if in_memory or copies:
             return "memory"
