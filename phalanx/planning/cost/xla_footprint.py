@@ -41,7 +41,8 @@ def xla_bytes(jobs: JobTable, held: Parameters) -> tuple[Column, ...]:
     # At the end of the forward all blocks are there; then one block's backward, with the block itself if it is computed again.
     live = np.where(again > 0, kept, 0.0) + 1.5 * _inner(jobs)
     activations = jobs.layers * (again * stored + (1 - again) * kept) + live
-    logits = 3.5 * 4.0 * jobs.tokens * jobs.vocab / jobs.tensor
+    rows = np.minimum(np.where(np.greater(jobs.loss_chunk, 0), jobs.loss_chunk, np.inf), jobs.tokens)
+    logits = 3.5 * 4.0 * rows * jobs.vocab / jobs.tensor
     if np.any(jobs.traced_activations):  # of a custom module, whose trace counts logits too
         part = np.where(jobs.recompute == RECOMPUTE.index("full"), again, 0.0)
         activations = jobs.tokens * (part * jobs.traced_recomputed + (1 - part) * jobs.traced_activations)
@@ -77,8 +78,9 @@ def _inner(jobs: JobTable) -> Column:
 
 
 def _products(jobs: JobTable) -> Column:
-    """Results of a block's matrix products, which selective recomputation stores."""
+    """Results of a block's matrix products, which selective recomputation stores, and of its attention kernel where there is one."""
     given = jobs.score_width / jobs.tensor + jobs.kv_width / kv_division(jobs)
+    given = given + np.where(jobs.scores > 1, 0.0, jobs.value_width / jobs.tensor)
     return jobs.tokens * jobs.compute_bytes * given + (1 + jobs.gated) * _inner(jobs) + _stream(jobs)
 
 
@@ -88,4 +90,11 @@ def _kept(jobs: JobTable) -> Column:
     tables = np.where(jobs.scores > 1, 3 * 4.0 * jobs.heads / jobs.tensor * jobs.sequence * jobs.tokens, 0.0)
     out = jobs.tokens * jobs.compute_bytes * jobs.value_width / jobs.tensor
     rows = np.where(jobs.sparse_layers > 0, 2.0 * jobs.active * jobs.tokens * jobs.dim * jobs.compute_bytes, 0.0)
-    return 6 * _stream(jobs) + _products(jobs) + out + tables + rows + (2 + jobs.gated) * _inner(jobs)
+    return (
+        6 * _stream(jobs)
+        + _products(jobs)
+        + np.where(jobs.scores > 1, out, 0.0)
+        + tables
+        + rows
+        + (2 + jobs.gated) * _inner(jobs)
+    )
