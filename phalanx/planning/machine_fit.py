@@ -265,9 +265,8 @@ def _another_layout_fits(request: PlanRequest) -> bool:
 def _without_auto(run: Run, device: str) -> Memory:
     """[memory] with "auto" as what costs least time: nothing is saved that was not asked for. Blocks that XLA repeats on GPUs copy what they store into
     stacks for all blocks, which takes longer than to compute what lies between matrix products once more."""
-    memory, fastest = (
-        run.memory,
-        "selective" if run.engine.name == "xla" and device == "cuda" and run.model.is_builtin else "none",
-    )
-    recompute = fastest if memory.recompute == "auto" else memory.recompute
+    memory, copies = run.memory, run.engine.name == "xla" and device == "cuda" and run.model.is_builtin
+    recompute = memory.recompute
+    if recompute == "auto":
+        recompute = "selective" if copies else "none"
     return replace(memory, recompute=recompute, offload="none" if memory.offload == "auto" else memory.offload)
