@@ -54,7 +54,7 @@ def install(
         seam.forward = partial(_kept, seam.forward, keep)
     for seam in model.modules():
         if isinstance(seam, nn.Embedding):
-            seam.forward = partial(_look_up, seam, mesh, keep)  # type: ignore[method-assign]
+            seam.forward = partial(_look_up, seam, mesh, keep, platform)  # type: ignore[method-assign]
         elif isinstance(seam, MoE):
             seam.forward = partial(moe_layer.forward, seam, mesh, platform, keep)  # type: ignore[method-assign]
 
@@ -102,14 +102,15 @@ def attend_in_jax(
     return out
 
 
-def _look_up(module: nn.Embedding, mesh: Mesh, keep: Constrain, tokens_BS: Tensor) -> Tensor:
+def _look_up(module: nn.Embedding, mesh: Mesh, keep: Constrain, platform: str, tokens_BS: Tensor) -> Tensor:
     """Rows of a table of which every device first gets the rows of its tensor group: of a table that is divided further the compiler would
-    gather everything that was looked up on every device."""
+    gather everything that was looked up on every device. On GPUs the residual stream is in the format of products, as that of the torch engine there."""
     rows = "tensor" if module.num_embeddings % mesh_size(mesh, "tensor") == 0 else None
-    gathered = sharding(mesh, rows, None)
+    gathered, dtype = sharding(mesh, rows, None), products_in() if platform == "cuda" else None
 
     def run(table_VD: jax.Array, tokens: jax.Array) -> jax.Array:
-        return keep(jnp.take(jax.lax.with_sharding_constraint(table_VD, gathered), tokens, axis=0))
+        found = jnp.take(jax.lax.with_sharding_constraint(table_VD, gathered), tokens, axis=0)
+        return keep(found if dtype is None else found.astype(dtype))
 
     found: Tensor = call_jax(run, module.weight, tokens_BS)
     return found

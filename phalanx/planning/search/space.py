@@ -32,9 +32,9 @@ divisors = cache(divisors_of)
 
 _DEFAULT, _MEMORY = Layout(), Memory()
 _XLA_COLUMNS: dict[str, Any] = {
-    "on_xla": 1, "residual_bytes": 4, "wire": 4, "gathered": 4, "activations_on_host": 0,
+    "on_xla": 1, "wire": 4, "gathered": 4, "activations_on_host": 0,
 }  # fmt: skip
-"""What the XLA engine does on every device: the residual stream is in fp32, and so are gradients and parameters on their way. The constants of TPUs were fitted to compiled programs."""
+"""What the XLA engine does on every device: gradients and parameters are in fp32 on their way. The constants of TPUs were fitted to compiled programs."""
 _HOPPER = ("h", "b", "gb")
 _MASKED = ("v", "t", "p", "mi")
 """Prefixes of the catalogue's names of Hopper GPUs and later ones."""
