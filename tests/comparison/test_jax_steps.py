@@ -12,6 +12,7 @@ from xla_child import run_child
 from xla_engine import needs_xla
 
 from phalanx.comparison.compare_step import bench_run
+from phalanx.spec.errors import RunError
 from phalanx.spec.run import Memory
 
 pytestmark = needs_xla
@@ -49,6 +50,33 @@ def in_child(name: str, compute: str, folder: str) -> dict[str, Any]:
         }
         for name, (made, device) in found.items()
     }
+
+
+def without_a_gpu(folder: str) -> list[str]:
+    """In a child whose JAX sees CPUs only: what a plan for a GPU is answered."""
+    import os
+
+    from phalanx.comparison.jax_device import jax_device
+    from phalanx.comparison.xla_steps import XlaSteps
+
+    job = tiny_job()
+    on_gpu = replace(job, plan=replace(job.plan, device="cuda"), on_host=True)
+    refusals = []
+    for make in (lambda: jax_device(on_gpu), lambda: XlaSteps(on_gpu, Path(folder))):
+        try:
+            make()
+        except RunError as refused:
+            refusals.append(refused.problems[0])
+    return [*refusals, os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"]]
+
+
+def test_jax_without_a_gpu_does_not_compute_for_one(tmp_path: Path) -> None:
+    found = run_child(__file__, "without_a_gpu", str(tmp_path), devices=1)
+    assert found == [
+        'JAX sees no GPU, but a device of kind "cpu": install jax with its plugin for CUDA.',
+        'The plan is for device "cuda", but JAX sees only "cpu": install jax with the plugin of the device, or set cluster.device = "cpu".',
+        "false",
+    ]
 
 
 def assert_same(found: dict[str, Any], tolerance: float) -> None:
