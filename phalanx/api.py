@@ -283,7 +283,7 @@ def rehearse(run: Run, plan: Plan | None = None, *, rank: int = 0, memory: int |
 
 
 def bench_step(run: Run, settings: ComparisonSettings | None = None) -> StepComparison:
-    """Measures the training step of the run's model on one device, next to transformers, torchtitan and a hand-written loop.
+    """Measures the training step of the run's model on one device, with both engines, next to transformers, torchtitan and loops in plain PyTorch and JAX.
 
     Every trainer is a process of its own with the same initial weights and tokens. `settings`: see
     `phalanx.comparison.compare_step.ComparisonSettings`.

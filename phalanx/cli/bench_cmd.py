@@ -73,7 +73,9 @@ def step(
     rounds: Annotated[int, Option(min=1, help="Turns of each trainer, over which the steps are divided.")] = 4,
     peers: Annotated[
         str | None,
-        Option(help="Trainers, separated by commas: phalanx, transformers, torchtitan, torchtitan-fsdp, hand. Default: all."),
+        Option(
+            help="Trainers, separated by commas: phalanx, phalanx-xla, transformers, torchtitan, torchtitan-fsdp, hand, jax. Default: all."
+        ),
     ] = None,
     compile: Annotated[
         bool | None,
@@ -86,7 +88,7 @@ def step(
     picture: Annotated[Path | None, Option(help="Draw speed and memory into this file, .svg or .png.")] = None,
     json: AsJson = False,
 ) -> None:
-    """Compare the training step of Phalanx with transformers, torchtitan and a hand-written loop, on one device and one shape.
+    """Compare the training step of Phalanx, with both engines, with transformers, torchtitan and loops in plain PyTorch and JAX, on one device and one shape.
 
     Every trainer is a process of its own, with the same initial weights and tokens, AdamW, fp32 master weights and clipping. They take turns.
     The table has medians, quartiles, peak memory and the ratio to the best peer. A trainer whose losses differ from Phalanx's is not compared.

@@ -14,10 +14,21 @@ from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory, mkdtemp
-from typing import TypeVar
+from typing import Literal, TypeVar
 
-from phalanx.comparison.comparison_report import COMPARED_STEPS, PHALANX, TOLERANCES, StepComparison, TrainerResult
-from phalanx.comparison.step_messages import Built, Failed, Message, TakeSteps, TrainerJob, Turn, decode, encode
+from phalanx.comparison.comparison_report import COMPARED_STEPS, TOLERANCES, StepComparison, TrainerResult
+from phalanx.comparison.step_messages import (
+    PHALANX,
+    PHALANX_XLA,
+    Built,
+    Failed,
+    Message,
+    TakeSteps,
+    TrainerJob,
+    Turn,
+    decode,
+    encode,
+)
 from phalanx.data.dataset import open_dataset
 from phalanx.host.env import worker_env
 from phalanx.host.process_tree import end_session, python_command, silent_end
@@ -27,20 +38,23 @@ from phalanx.planning.planner import plan_run
 from phalanx.planning.request import PlanRequest
 from phalanx.spec.check import check
 from phalanx.spec.dump import dump
-from phalanx.spec.errors import refuse
+from phalanx.spec.engine import Engine
+from phalanx.spec.errors import RunError, refuse
 from phalanx.spec.layout import Layout
 from phalanx.spec.plan import Machine, Plan, Size
 from phalanx.spec.run import Checkpoint, Cluster, Run, Watch
 from phalanx.spec.sources import kind
 
-TRAINERS = (PHALANX, "transformers", "torchtitan", "torchtitan-fsdp", "hand")
+TRAINERS = (PHALANX, PHALANX_XLA, "transformers", "torchtitan", "torchtitan-fsdp", "hand", "jax")
 """All trainers, in the order of the table."""
 _PACKAGES = {
-    "transformers": ("transformers", 'pip install "phalanx[hf]"'),
-    "torchtitan": ("torchtitan", "pip install torchtitan"),
-    "torchtitan-fsdp": ("torchtitan", "pip install torchtitan"),
+    PHALANX_XLA: (("jax", "torchax"), 'pip install "phalanx[xla]"'),
+    "transformers": (("transformers",), 'pip install "phalanx[hf]"'),
+    "torchtitan": (("torchtitan",), "pip install torchtitan"),
+    "torchtitan-fsdp": (("torchtitan",), "pip install torchtitan"),
+    "jax": (("jax",), "pip install jax"),
 }
-"""The package that a peer needs, and how to install it."""
+"""The packages that a trainer needs, and how to install them."""
 _ROOM = 0.9
 """Part of the memory that all trainers together may fill, by the plan's promise for Phalanx, to stay alive at the same time."""
 T = TypeVar("T", bound=Message)
@@ -60,7 +74,7 @@ class ComparisonSettings:
     rounds: int = 4
     """Turns of each trainer."""
     compile: bool | None = None
-    """Default: Phalanx as the run says, peers on GPUs."""
+    """Default: Phalanx as the run says, peers on GPUs. XLA compiles in any case."""
 
     def problems(self) -> list[str]:
         """What is wrong with the settings, in sentences."""
@@ -82,12 +96,14 @@ def compare(
 ) -> StepComparison:
     """Runs every trainer and compares them. `on_status` receives what is going on. RunError before anything starts."""
     refuse(settings.problems())
-    planned = bench_run(run, machine, settings)
+    given, planned = run, bench_run(run, machine, settings)
     run, plan = planned.run, planned.plan
     open_dataset(run.data, run.train.sequence_length, run.train.seed)  # its problems are reported here, not by every process
-    entries = {name: _Entry(name, _absent(name)) for name in TRAINERS if name in settings.trainers}
+    entries = {name: _Entry(name, _absent(name), planned) for name in TRAINERS if name in settings.trainers}
+    if PHALANX_XLA in entries:
+        _plan_for_xla(entries[PHALANX_XLA], given, machine, replace(settings, micro_batch=plan.micro_batch))
     with TemporaryDirectory() as folder:
-        contest = _Contest(run, plan, settings, Path(folder), entries, on_status)
+        contest = _Contest(plan, settings, Path(folder), entries, on_status)
         together = planned.need * len(contest.running()) <= _ROOM * _capacity(machine, plan)
         fresh = not (together and contest.in_turns())
         if fresh:
@@ -116,7 +132,18 @@ def compare(
     )
 
 
-def bench_run(run: Run, machine: Machine, settings: ComparisonSettings) -> PlannedRun:
+def _plan_for_xla(entry: _Entry, run: Run, machine: Machine, settings: ComparisonSettings) -> None:
+    """The XLA engine has a plan of its own, for the same micro-batch. What it does not compute is its reason not to run."""
+    compiling = replace(run.memory, compile=None, cuda_graphs=None)  # keys of the torch engine
+    try:
+        entry.planned = bench_run(replace(run, memory=compiling), machine, replace(settings, compile=None), "xla")
+    except RunError as refused:
+        entry.reason = entry.reason or refused.problems[0]
+
+
+def bench_run(
+    run: Run, machine: Machine, settings: ComparisonSettings, engine: Literal["torch", "xla"] = "torch"
+) -> PlannedRun:
     """The run as one rank of this machine trains it, without whatever happens between steps. RunError names what peers cannot do."""
     problems = []
     if run.command.program is not None:
@@ -143,6 +170,7 @@ def bench_run(run: Run, machine: Machine, settings: ComparisonSettings) -> Plann
         optimizer=replace(run.optimizer, sync_every=1),
         memory=replace(run.memory, compile=compiled),
         layout=Layout(data=1),
+        engine=Engine(name=engine),
         cluster=Cluster(device=run.cluster.device, threads=run.cluster.threads),
         checkpoint=Checkpoint(),
         watch=Watch(),
@@ -161,8 +189,8 @@ def _model_name(run: Run) -> str:
 
 def _absent(name: str) -> str | None:
     """Why a peer cannot run here, if its package is not installed."""
-    package, install = _PACKAGES.get(name, ("phalanx", ""))
-    return f"not installed: {install}" if find_spec(package) is None else None
+    packages, install = _PACKAGES.get(name, (("phalanx",), ""))
+    return f"not installed: {install}" if any(find_spec(package) is None for package in packages) else None
 
 
 def _capacity(machine: Machine, plan: Plan) -> int:
@@ -186,13 +214,17 @@ class _Entry:
 
     name: str
     reason: str | None
+    planned: PlannedRun
+    """The run, and how this trainer takes its steps."""
     built: Built | None = None
+    first_step: float | None = None
+    """Of its first process."""
     turns: list[Turn] = field(default_factory=list)
     """Without warm-up."""
     losses: tuple[float, ...] = ()
 
     def forget(self) -> None:
-        """Drops what was measured while others were alive."""
+        """Drops what was measured while others were alive. The first step stays: later ones find programs compiled."""
         self.built, self.turns, self.losses = None, [], ()
 
     def result(self) -> TrainerResult:
@@ -205,6 +237,7 @@ class _Entry:
             settings=self.built.settings,
             compute=self.built.compute,
             token_losses=self.built.token_losses,
+            first_step=self.first_step or 0.0,
             seconds=tuple(second for turn in self.turns for second in turn.seconds),
             cpu_seconds=tuple(second for turn in self.turns for second in turn.cpu_seconds),
             losses=self.losses[:COMPARED_STEPS],
@@ -269,14 +302,13 @@ class _Contest:
 
     def __init__(
         self,
-        run: Run,
         plan: Plan,
         settings: ComparisonSettings,
         folder: Path,
         entries: dict[str, _Entry],
         on_status: Callable[[str], None],
     ):
-        self._run, self._plan, self._settings, self._folder = run, plan, settings, folder
+        self._plan, self._settings, self._folder = plan, settings, folder
         self._entries, self._status = entries, on_status
         self._alive: dict[str, _Process] = {}
 
@@ -322,11 +354,12 @@ class _Contest:
         """Starts a process, waits for its trainer and warms it up."""
         self._status(f"{entry.name}: building")
         peers_compile = self._plan.device == "cuda" if self._settings.compile is None else self._settings.compile
+        run, plan = entry.planned.run, entry.planned.plan
         job = TrainerJob(
             trainer=entry.name,
-            run=dump(self._run),
-            plan=self._plan.to_json(),
-            compile=bool(self._run.memory.compile) if entry.name == PHALANX else peers_compile,
+            run=dump(run),
+            plan=plan.to_json(),
+            compile=bool(run.memory.compile) if entry.name == PHALANX else peers_compile,
             folder=mkdtemp(dir=self._folder),
             parent=os.getpid(),
         )
@@ -335,6 +368,7 @@ class _Contest:
         entry.built = process.receive(Built)
         self._status(f"{entry.name}: warming up")
         turn = process.take(self._settings.warmup)
+        entry.first_step = entry.first_step or turn.seconds[0]
         if turn.retries and len(self._alive) > 1:
             raise _Crowded
         entry.losses = entry.losses or turn.losses

@@ -14,9 +14,9 @@ from rich.markup import escape
 from rich.measure import Measurement
 from rich.table import Table
 
+from phalanx.comparison.step_messages import PHALANX, PHALANX_XLA
 from phalanx.dashboard.numbers import UNKNOWN, count, flops, percent, short_duration, size
 
-PHALANX = "phalanx"
 CONVENTION = (
     "FLOPs of a token: 6 per weight of a matrix that the token passes through (the head counts, the embedding look-up does not; of "
     "experts the active ones), plus 12·layers·width·sequence for attention in full, or half of that where MFU is called causal. MFU is "
@@ -61,6 +61,8 @@ class TrainerResult:
     compute: str = ""
     seconds: tuple[float, ...] = ()
     """Of each measured step."""
+    first_step: float = 0.0
+    """Seconds of the first step of its first process, which compiles. Phalanx keeps what it has compiled for later processes, and so do its peers."""
     cpu_seconds: tuple[float, ...] = ()
     """Time that all threads of the process computed, of each measured step."""
     token_losses: tuple[float, ...] = ()
@@ -147,8 +149,8 @@ class StepComparison:
 
     @property
     def best_peer(self) -> TrainerResult | None:
-        """The fastest peer that computes the same."""
-        peers = [result for result in self.comparable if result.name != PHALANX]
+        """The fastest peer that computes the same. Phalanx's other engine is none."""
+        peers = [result for result in self.comparable if result.name not in (PHALANX, PHALANX_XLA)]
         return min(peers, key=lambda peer: peer.median, default=None)
 
     @property
@@ -156,6 +158,12 @@ class StepComparison:
         """Phalanx's speed divided by that of the best peer."""
         ours, best = self.phalanx, self.best_peer
         return None if ours is None or best is None else best.median / ours.median
+
+    @property
+    def xla_ratio(self) -> float | None:
+        """Speed of the XLA engine divided by that of the torch engine, if both compute the same."""
+        torch, xla = self.phalanx, next((result for result in self.comparable if result.name == PHALANX_XLA), None)
+        return None if torch is None or xla is None else torch.median / xla.median
 
     def agreement(self, result: TrainerResult) -> Agreement | None:
         """Of a peer with Phalanx; None where Phalanx did not run."""
@@ -202,6 +210,7 @@ class StepComparison:
             "convention": CONVENTION,
             "best_peer": None if self.best_peer is None else self.best_peer.name,
             "ratio": self.ratio,
+            "xla_ratio": self.xla_ratio,
             "trainers": {result.name: self._json(result) for result in self.results},
         }
 
@@ -215,6 +224,7 @@ class StepComparison:
             "version": result.version,
             "settings": result.settings,
             "compute": result.compute,
+            "first_step_seconds": result.first_step,
             "step_seconds": {"median": result.median, "q1": low, "q3": high, "all": list(result.seconds)},
             "cpu_seconds": median(result.cpu_seconds),
             "tokens_per_second": self.tokens_per_second(result),
@@ -244,6 +254,8 @@ class StepComparison:
         best, ratio = self.best_peer, self.ratio
         if best is not None and ratio is not None:
             console.print(f"phalanx: {ratio:.3f} × the speed of the best peer ({best.name})", style="bold", soft_wrap=True)
+        if self.xla_ratio is not None:
+            console.print(f"{PHALANX_XLA}: {self.xla_ratio:.3f} × the speed of the torch engine", style="bold", soft_wrap=True)
         for result in self.ran:
             console.print(
                 escape(f"{result.name} {result.version}: {result.compute}, {result.settings}"), style="dim", soft_wrap=True
@@ -264,10 +276,12 @@ class StepComparison:
         cpu = ", ".join(f"{result.name} {short_duration(median(result.cpu_seconds))}" for result in self.ran)
         busy = f"CPU time of a step, which other programs affect least (load {self.load:.1f}): {cpu}."
         masks = " Phalanx masks documents and peers do not: losses are compared without masks, before the first step."
+        first = ", ".join(f"{result.name} {short_duration(result.first_step)}" for result in self.ran)
         return [
             f"Medians and quartiles of {each} steps in {self.rounds} turns ({alive}, order reversed every turn), after "
             f"{self.warmup} steps of warm-up of each process. Tokens: {self.text}; peers have them in memory. AdamW, fp32 master "
             f"weights, the same initial weights and learning rate.{masks if self.masked else ''}",
+            f"First step of each, which compiles what is not kept from an earlier run: {first}.",
             *([] if on_gpu or not cpu else [busy]),
             f"memory: {kind}, from the first step on. {CONVENTION}",
         ]

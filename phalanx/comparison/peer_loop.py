@@ -1,4 +1,4 @@
-"""What the peers share: the tokens of each step, Phalanx's initial weights, and the loop of a trainer that keeps fp32 weights and lets
+"""What the trainers share: the tokens of each step, Phalanx's initial weights, and the loop of a trainer that keeps fp32 weights and lets
 autocast cast them. The hand-written loop has its own."""
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ from phalanx import accelerator
 from phalanx.data.dataset import open_dataset
 from phalanx.data.loader import ReplicaShare
 from phalanx.data.pack import Batch
+from phalanx.events.records import Event, Step, StepSkipped
 from phalanx.models import init
 from phalanx.optim.optimizer import learning_rate
+from phalanx.spec.errors import RunFailed
 from phalanx.spec.plan import Plan
 from phalanx.spec.run import Run
 
@@ -35,10 +37,12 @@ class PeerJob:
     run: Run
     plan: Plan
     compile: bool
+    on_host: bool = False
+    """Tensors are for another library than torch, which puts them on the device itself."""
 
     @cached_property
     def device(self) -> torch.device:
-        return accelerator.of(self.plan.device).device()
+        return torch.device("cpu") if self.on_host else accelerator.of(self.plan.device).device()
 
     @property
     def dtype(self) -> torch.dtype:
@@ -103,6 +107,16 @@ class PeerJob:
 def token_losses(logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:
     """The loss of every token, [B·S], in fp32; 0 where the target is ignored."""
     return F.cross_entropy(logits_BSV.flatten(0, 1).float(), targets_BS.flatten(), reduction="none")
+
+
+def next_loss(events: Iterator[Event]) -> float:
+    """Takes a step of a trainer of Phalanx; returns its loss."""
+    for event in events:
+        if isinstance(event, StepSkipped):
+            raise RunFailed(f"step {event.step} was skipped: loss or gradient was not finite")
+        if isinstance(event, Step):
+            return event.loss
+    raise RunFailed("the run ended before its last step")
 
 
 Losses = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]

@@ -10,12 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from phalanx._version import __version__
-from phalanx.comparison.peer_loop import PeerJob, token_losses
-from phalanx.events.records import Step, StepSkipped
+from phalanx.comparison.peer_loop import PeerJob, next_loss, token_losses
 from phalanx.models.decoder import IGNORED
 from phalanx.parallel.mesh import connect
 from phalanx.parallel.vocab_parallel import Projected
-from phalanx.spec.errors import RunFailed
 from phalanx.spec.plan import Place
 from phalanx.training.micro_batch import MicroBatch
 from phalanx.training.trainer import Trainer
@@ -47,12 +45,7 @@ class PhalanxSteps:
 
     def step(self) -> float:
         """Takes one step; returns its loss."""
-        for event in self._events:
-            if isinstance(event, StepSkipped):
-                raise RunFailed(f"step {event.step} was skipped: loss or gradient was not finite")
-            if isinstance(event, Step):
-                return event.loss
-        raise RunFailed("the run ended before its last step")
+        return next_loss(self._events)
 
     def token_losses(self, tokens_BS: Tensor, targets_BS: Tensor) -> Tensor:
         """Losses of single tokens, without gradients and without masks between documents, which peers do not have."""

@@ -7,6 +7,11 @@ from dataclasses import asdict, dataclass, fields
 
 from phalanx.spec.json_value import JsonObject
 
+PHALANX, PHALANX_XLA = "phalanx", "phalanx-xla"
+"""Names of Phalanx among the trainers, with the torch engine and with the XLA engine."""
+ON_JAX = (PHALANX_XLA, "jax")
+"""Trainers that compute with JAX."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainerJob:

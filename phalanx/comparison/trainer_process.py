@@ -24,8 +24,21 @@ from torch import Tensor
 
 from phalanx import accelerator
 from phalanx.accelerator import Accelerator
+from phalanx.comparison.jax_device import jax_device
 from phalanx.comparison.peer_loop import PeerJob
-from phalanx.comparison.step_messages import Built, Failed, Message, TakeSteps, TrainerJob, Turn, decode, encode
+from phalanx.comparison.step_messages import (
+    ON_JAX,
+    PHALANX,
+    PHALANX_XLA,
+    Built,
+    Failed,
+    Message,
+    TakeSteps,
+    TrainerJob,
+    Turn,
+    decode,
+    encode,
+)
 from phalanx.host.process_tree import die_with
 from phalanx.spec.errors import RunError
 from phalanx.spec.load import loads
@@ -51,29 +64,47 @@ class StepTrainer(Protocol):
         ...
 
 
-def make(job: TrainerJob) -> tuple[StepTrainer, PeerJob]:
-    """Builds a trainer by its name. Each is imported on its own: what the others import would count as its memory."""
-    peer = PeerJob(loads(job.run), Plan.from_json(job.plan), job.compile)
-    accelerator.of(peer.device).set_device(peer.device)
+def make(job: TrainerJob) -> tuple[StepTrainer, PeerJob, Accelerator]:
+    """Builds a trainer by its name, and says what measures its device. Each is imported on its own: what the others import would count as its memory."""
+    peer = PeerJob(loads(job.run), Plan.from_json(job.plan), job.compile, on_host=job.trainer in ON_JAX)
     torch.set_num_threads(peer.plan.threads)
+    if peer.on_host:
+        kind = jax_device(peer)
+        return _on_jax(job, peer), peer, kind
+    kind = accelerator.of(peer.device)
+    kind.set_device(peer.device)
+    return _on_torch(job, peer), peer, kind
+
+
+def _on_torch(job: TrainerJob, peer: PeerJob) -> StepTrainer:
     folder = Path(job.folder)
     match job.trainer:
         case "phalanx":
             from phalanx.comparison.phalanx_steps import PhalanxSteps
 
-            return PhalanxSteps(peer, folder), peer
+            return PhalanxSteps(peer, folder)
         case "transformers":
             from phalanx.comparison.transformers_steps import TransformersSteps
 
-            return TransformersSteps(peer), peer
+            return TransformersSteps(peer)
         case "torchtitan" | "torchtitan-fsdp":
             from phalanx.comparison.torchtitan_steps import TorchtitanSteps
 
-            return TorchtitanSteps(peer, folder, fsdp=job.trainer == "torchtitan-fsdp"), peer
+            return TorchtitanSteps(peer, folder, fsdp=job.trainer == "torchtitan-fsdp")
         case _:
             from phalanx.comparison.handwritten_loop import HandwrittenLoop
 
-            return HandwrittenLoop(peer), peer
+            return HandwrittenLoop(peer)
+
+
+def _on_jax(job: TrainerJob, peer: PeerJob) -> StepTrainer:
+    if job.trainer == PHALANX_XLA:
+        from phalanx.comparison.xla_steps import XlaSteps
+
+        return XlaSteps(peer, Path(job.folder))
+    from phalanx.comparison.jax_loop import JaxLoop
+
+    return JaxLoop(peer)
 
 
 class TimedSteps(NamedTuple):
@@ -101,7 +132,7 @@ def time_steps(step: Callable[[], float | Tensor], kind: Accelerator, steps: int
 
 def take(trainer: StepTrainer, kind: Accelerator, steps: int) -> Turn:
     """Takes steps of a trainer and measures them."""
-    timed, on_gpu = time_steps(trainer.step, kind, steps), kind.asynchronous
+    timed, on_gpu = time_steps(trainer.step, kind, steps), kind.type != "cpu"
     return Turn(
         seconds=timed.seconds,
         cpu_seconds=timed.cpu_seconds,
@@ -146,7 +177,7 @@ def peak_resident() -> int:
 def failure(error: BaseException) -> Failed:
     """What the table says about an error."""
     # Libraries under torch report it by errors of their own.
-    if isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error):
+    if isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error).lower():
         return Failed(reason="out of memory", out_of_memory=True)
     words = error.problems[0] if isinstance(error, RunError) else f"{type(error).__name__}: {error}"
     return Failed(reason=textwrap.shorten(words, _MAX_REASON, placeholder=" …"))
@@ -157,10 +188,9 @@ def serve(answer: Callable[[Message], None], orders: TextIO) -> None:
     job = decode(orders.readline())
     assert isinstance(job, TrainerJob)
     die_with(job.parent)
-    trainer, peer = make(job)
-    kind = accelerator.of(peer.device)
+    trainer, peer, kind = make(job)
     losses = trainer.token_losses(*peer.probe)
-    if job.trainer != "phalanx":
+    if job.trainer not in (PHALANX, PHALANX_XLA):
         _ = peer.batches  # Phalanx reads its text as it goes
     answer(
         Built(

@@ -129,7 +129,7 @@ def replicas(request: PlanRequest) -> int:
     share = run.batch // layout.shard
     if request.device == "cuda":
         return largest_divisor(share, len(machine.gpus) // others)
-    plain = replace(run, memory=_without_auto(run.memory))
+    plain = replace(run, memory=_without_auto(run, request.device))
     count = largest_divisor(share, machine.cores // others)
     while count > 1:  # until they fit into memory with one sequence at a time
         need, _ = need_and_promise(plain, machine, request.plan(replace(layout, data=count), 1))
@@ -161,15 +161,17 @@ def fit(request: PlanRequest, layout: Layout, *, save_memory: bool) -> PlannedRu
 def _fit_by_cost(request: PlanRequest, layout: Layout, save_memory: bool) -> PlannedRun | None:
     """The fastest that fits by the cost model; None where it does not know the layout."""
     memory, room, plan = request.run.memory, _room(request, layout), request.plan(layout, 1)
-    recomputing = replace(memory, offload=_without_auto(memory).offload)
+    plain = _without_auto(request.run, request.device)
+    recomputing = replace(memory, offload=plain.offload)
     best: Candidate | None = None
-    for savings in (_without_auto(memory), recomputing, memory) if save_memory else (_without_auto(memory),):
+    for savings in (plain, recomputing, memory) if save_memory else (plain,):
         if best is not None and best.bytes <= room and savings is memory:
             break  # optimizer states leave the device only if they must
         candidate = judge_plan(replace(request.run, memory=savings), request.this_machine, plan, any_micro_batch=True)
         if candidate is None:
             return None
         better = candidate.bytes <= room and best is not None and candidate.seconds < CLEARLY * best.seconds
+        better = better and request.run.engine.name == "torch"  # to whose steps the times of GPUs were fitted
         if best is None or best.bytes > room or better:
             best = candidate
     assert best is not None
@@ -180,7 +182,7 @@ def _fit_by_cost(request: PlanRequest, layout: Layout, save_memory: bool) -> Pla
 def _savings(request: PlanRequest, save_memory: bool) -> Iterator[Memory]:
     """Ways to save memory, the one that costs least time first."""
     memory = request.run.memory
-    last = _without_auto(memory)
+    last = _without_auto(request.run, request.device)
     yield last
     if not save_memory or not request.run.model.is_builtin:
         return
@@ -260,7 +262,11 @@ def _another_layout_fits(request: PlanRequest) -> bool:
     return find(replace(run, layout=Layout()), request.cluster, most=1, gpus=request.started) is not None
 
 
-def _without_auto(memory: Memory) -> Memory:
-    """[memory] with "auto" as "none": nothing is saved that was not asked for."""
-    recompute = "none" if memory.recompute == "auto" else memory.recompute
+def _without_auto(run: Run, device: str) -> Memory:
+    """[memory] with "auto" as what costs least time: nothing is saved that was not asked for. Blocks that XLA repeats on GPUs copy what they store into
+    stacks for all blocks, which takes longer than to compute what lies between matrix products once more."""
+    memory, copies = run.memory, run.engine.name == "xla" and device == "cuda" and run.model.is_builtin
+    recompute = memory.recompute
+    if recompute == "auto":
+        recompute = "selective" if copies else "none"
     return replace(memory, recompute=recompute, offload="none" if memory.offload == "auto" else memory.offload)

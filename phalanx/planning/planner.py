@@ -113,7 +113,7 @@ def plan_run(run: Run, machine: Machine | None, ranks: int | None = None, size: 
         made = replace(request.plan(best.layout, best.micro_batch), promise=promise_of(best))
         return PlannedRun(replace(run, memory=best.with_savings(run.memory)), _placed(request, made))
     if run.engine.name == "xla":
-        return _of_xla(_as_given(request, searched=True), run)
+        return _of_xla(_as_given(request, searched=True))
     is_open = run.layout == Layout() and run.model.is_builtin
     try:
         planned = _as_given(request)
@@ -129,9 +129,9 @@ def plan_run(run: Run, machine: Machine | None, ranks: int | None = None, size: 
     return planned
 
 
-def _of_xla(planned: PlannedRun, run: Run) -> PlannedRun:
+def _of_xla(planned: PlannedRun) -> PlannedRun:
     """The layout as given, without a promise: times of this engine on this machine are not known."""
-    memory = replace(planned.run.memory, compile=None, cuda_graphs=None, loss_chunk=run.memory.loss_chunk, offload="none")
+    memory = replace(planned.run.memory, compile=None, cuda_graphs=None, offload="none")
     each = devices_per_process(planned.run, planned.plan.ranks)
     made = replace(planned.plan, promise=None, devices_per_process=each)
     return replace(planned, run=replace(planned.run, memory=memory), plan=made)
@@ -177,8 +177,8 @@ def _as_given(request: PlanRequest, *, searched: bool = False) -> PlannedRun:
     layout = replace(run.layout, data=replicas(request))
     if problems := request.rank_problems(layout) + request.batch_problems(layout):
         raise RunError(problems)
-    # With the layout open, other layouts are searched before memory is saved at the cost of time.
-    fitted = fit(request, layout, save_memory=run.layout != Layout())
+    # With the layout open, other layouts are searched before memory is saved at the cost of time; for the XLA engine none are.
+    fitted = fit(request, layout, save_memory=run.layout != Layout() or run.engine.name == "xla")
     if not searched and (problems := memory_problems(request, fitted)):
         raise _TooLarge(problems)
     if problems := request.layout_problems(layout, fitted.plan.accumulation):

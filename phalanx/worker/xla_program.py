@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from phalanx.host.env import use_virtual_devices
+from phalanx.host.env import leave_gpu_memory, use_virtual_devices
 from phalanx.spec.errors import RunError
 from phalanx.spec.plan import Plan
 from phalanx.spec.run import Run
@@ -24,6 +24,7 @@ def make_trainer(run: Run, plan: Plan, checkpoints: Path) -> XlaTrainer:
         )
     if plan.device == "cpu":
         use_virtual_devices(plan.ranks)
+    leave_gpu_memory()  # plans fill more than JAX would take
     from phalanx.xla.compiled import use_cache
     from phalanx.xla.xla_trainer import XlaTrainer
 

@@ -18,6 +18,7 @@ from phalanx.data.dataset import Dataset
 from phalanx.events.fault_log import FaultClaims
 from phalanx.events.rundir import RunDir
 from phalanx.faults.grammar import parse
+from phalanx.host.env import leave_gpu_memory
 from phalanx.parallel.mesh import Mesh, connect, disconnect
 from phalanx.recovery.diagnose import PROGRAM, HangReport
 from phalanx.spec.layout import Layout
@@ -50,6 +51,7 @@ class XlaRank(RankProcess[XlaTrainer]):
 
     def _join(self, order: protocol.BeginRank) -> Mesh:
         """Over gloo for what the hosts agree on; the devices meet through JAX."""
+        leave_gpu_memory()  # plans fill more than JAX would take
         use_cache(self._run)
         mesh = connect(order.place, "cpu", self._run.resilience.timeout, Layout(data=order.place.ranks))
         join(mesh, order.begin.plan)

@@ -31,10 +31,17 @@ class StackPlaces(Protocol):
         ...
 
 
-POLICIES = {
-    "full": jax.checkpoint_policies.nothing_saveable,
-    "selective": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-}
+_KERNELS = ("dot_product_attention_fwd", "pallas_call")
+"""Primitives of the forwards of attention kernels: cuDNN's and TPUs'."""
+
+
+def _is_costly(primitive: Any, *inputs: Any, **parameters: Any) -> bool:
+    """Whether to store the result of an operation rather than to compute it again: matrix products and attention kernels."""
+    is_kernel = primitive.name.removesuffix("_wrapper") in _KERNELS
+    return is_kernel or bool(jax.checkpoint_policies.dots_with_no_batch_dims_saveable(primitive, *inputs, **parameters))
+
+
+POLICIES: dict[str, Any] = {"full": jax.checkpoint_policies.nothing_saveable, "selective": _is_costly}
 """What `memory.recompute` stores of a block."""
 _LONGEST = 8  # blocks after which a pattern repeats, such as one with all keys after five with a window
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -120,14 +121,25 @@ def without_state(model: Model) -> Arrays:
 
 def summed_losses(model: Model, params: Arrays, buffers: Arrays, batch: Tokens) -> tuple[jax.Array, Arrays]:
     """The sum of the losses of all targets that count, and the buffers after the forward."""
-    inputs = (batch.tokens, batch.positions, batch.documents)
-    looped = "blocks." if isinstance(model.module, Decoder) else ()  # each block gathers its own
-    given = {name: value if name.startswith(looped) else _gathered(model, name, value) for name, value in params.items()}
-    output, after = call_module(model.module, {**given, **buffers}, inputs, model.products, tuple(buffers))
+    output, after = _called(model, params, buffers, batch)
     if model.loss_chunk is not None:
         states_BSD, weight_VD = output  # as `model_seams` has it
         return _chunked_losses(model, states_BSD, weight_VD, batch.targets), after
     return cross_entropy(_placed(model, output, SAMPLES, "context"), batch.targets), after
+
+
+def logits(model: Model, params: Arrays, buffers: Arrays, batch: Tokens) -> jax.Array:
+    """Of every token."""
+    output, _ = _called(model, params, {**buffers, **without_state(model)}, batch)
+    return output if model.loss_chunk is None else project(model, *output)
+
+
+def _called(model: Model, params: Arrays, buffers: Arrays, batch: Tokens) -> tuple[Any, Arrays]:
+    """What the module returns, and the buffers after it."""
+    inputs = (batch.tokens, batch.positions, batch.documents)
+    looped = "blocks." if isinstance(model.module, Decoder) else ()  # each block gathers its own
+    given = {name: value if name.startswith(looped) else _gathered(model, name, value) for name, value in params.items()}
+    return call_module(model.module, {**given, **buffers}, inputs, model.products, tuple(buffers))
 
 
 def _gathered(model: Model, name: str, value: jax.Array) -> jax.Array:
@@ -142,7 +154,8 @@ def _placed(model: Model, logits: jax.Array, *dims: str | tuple[str, ...] | None
 
 
 def _chunked_losses(model: Model, states_BSD: jax.Array, weight_VD: jax.Array, targets_BS: jax.Array) -> jax.Array:
-    """The logits of a few tokens of each device at a time, in both passes: every device goes through its own sequences and positions."""
+    """The logits of a few tokens of each device at a time, and once: where a gradient is asked for, it is computed next to the loss. Every device goes
+    through its own sequences and positions."""
     devices, samples = mesh_size(model.mesh, "context"), len(states_BSD) // mesh_size(model.mesh, *SAMPLES)
     whole = states_BSD.shape[1] // devices
     size = max(
@@ -156,32 +169,78 @@ def _chunked_losses(model: Model, states_BSD: jax.Array, weight_VD: jax.Array, t
         places = (None, SAMPLES, "context", *[None] * (cut.ndim - 3))
         return jax.lax.with_sharding_constraint(jnp.moveaxis(cut, 2, 0), sharding(model.mesh, *places))
 
-    @jax.checkpoint
     def piece_loss(states_BCSD: jax.Array, weight_VD: jax.Array, targets_BCS: jax.Array) -> jax.Array:
         logits = project(model, states_BCSD, weight_VD)
         return cross_entropy(_placed(model, logits, SAMPLES, "context", None), targets_BCS)
 
-    def add(loss: jax.Array, piece: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
-        return loss + piece_loss(piece[0], weight_VD, piece[1]), None
+    @jax.custom_vjp
+    def summed(states_BSD: jax.Array, weight_VD: jax.Array, targets_BS: jax.Array) -> jax.Array:
+        low_VD = weight_VD.astype(_product_dtype(model, states_BSD))
 
-    whole_states = jax.lax.with_sharding_constraint(states_BSD, sharding(model.mesh, SAMPLES, "context", None))
-    loss, _ = jax.lax.scan(add, jnp.zeros((), jnp.float32), (pieces(whole_states), pieces(targets_BS)))
-    return loss
+        def add(loss: jax.Array, piece: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
+            return loss + piece_loss(piece[0], low_VD, piece[1]), None
+
+        return jax.lax.scan(add, jnp.zeros((), jnp.float32), (pieces(states_BSD), pieces(targets_BS)))[0]
+
+    def with_gradients(states_BSD: jax.Array, weight_VD: jax.Array, targets_BS: jax.Array) -> tuple[jax.Array, Any]:
+        low_VD = weight_VD.astype(_product_dtype(model, states_BSD))
+
+        def add(sums: tuple[jax.Array, jax.Array], piece: tuple[jax.Array, jax.Array]) -> tuple[Any, jax.Array]:
+            loss, backward = jax.vjp(partial(piece_loss, targets_BCS=piece[1]), piece[0], low_VD)
+            states, weight = backward(jnp.ones((), jnp.float32))
+            return (sums[0] + loss, sums[1] + weight.astype(jnp.float32)), states
+
+        nothing = jnp.zeros((), jnp.float32), jnp.zeros(weight_VD.shape, jnp.float32)
+        (loss, weight), cut = jax.lax.scan(add, nothing, (pieces(states_BSD), pieces(targets_BS)))
+        states = jax.lax.with_sharding_constraint(jnp.moveaxis(cut, 0, 2).reshape(states_BSD.shape), place)
+        return loss, (states, weight.astype(weight_VD.dtype))
+
+    def scaled(gradients: tuple[jax.Array, jax.Array], factor: jax.Array) -> tuple[jax.Array, jax.Array, None]:
+        states, weight = gradients
+        return (factor * states).astype(states.dtype), (factor * weight).astype(weight.dtype), None
+
+    summed.defvjp(with_gradients, scaled)
+    place = sharding(model.mesh, SAMPLES, "context", None)
+    return summed(jax.lax.with_sharding_constraint(states_BSD, place), weight_VD, targets_BS)
 
 
 def project(model: Model, states: jax.Array, weight_VD: jax.Array) -> jax.Array:
     """Logits, as `Decoder.project` computes them."""
-    dtype = states.dtype if model.products is None else DTYPES[model.products]
+    dtype = _product_dtype(model, states)
     logits = jnp.einsum("...d,vd->...v", states.astype(dtype), weight_VD.astype(dtype))
     cap = model.module.spec.logit_cap if isinstance(model.module, Decoder) else None
     return logits if cap is None else cap * jnp.tanh(logits / cap)
 
 
+def _product_dtype(model: Model, states: jax.Array) -> Any:
+    return states.dtype if model.products is None else DTYPES[model.products]
+
+
+@jax.custom_vjp
 def cross_entropy(logits_BSV: jax.Array, targets_BS: jax.Array) -> jax.Array:
     """In fp32, summed over the targets that are not negative. The logit of the target is picked by comparison: devices that divide the
     vocabulary add what each has, where an index would gather the logits."""
-    logits_BSV = logits_BSV.astype(jnp.float32)
-    rows_V = jnp.arange(logits_BSV.shape[-1])
-    picked_BS = jnp.where(rows_V == targets_BS[..., None], logits_BSV, 0).sum(-1)
-    losses_BS = jax.nn.logsumexp(logits_BSV, axis=-1) - picked_BS
-    return jnp.where(targets_BS >= 0, losses_BS, 0).sum()
+    return _entropy_forward(logits_BSV, targets_BS)[0]
+
+
+def _entropy_forward(logits_BSV: jax.Array, targets_BS: jax.Array) -> tuple[jax.Array, Any]:
+    wide_BSV = logits_BSV.astype(jnp.float32)
+    picked_BS = jnp.where(_is_target(wide_BSV, targets_BS), wide_BSV, 0).sum(-1)
+    whole_BS = jax.nn.logsumexp(wide_BSV, axis=-1)
+    return jnp.where(targets_BS >= 0, whole_BS - picked_BS, 0).sum(), (logits_BSV, whole_BS, targets_BS)
+
+
+def _entropy_backward(kept: tuple[jax.Array, jax.Array, jax.Array], factor: jax.Array) -> tuple[jax.Array, None]:
+    """From the logits in their own format. What differentiation would keep are their exponentials, which are wider."""
+    logits_BSV, whole_BS, targets_BS = kept
+    probabilities_BSV = jnp.exp(logits_BSV.astype(jnp.float32) - whole_BS[..., None])
+    gradient_BSV = jnp.where(_is_target(logits_BSV, targets_BS), probabilities_BSV - 1, probabilities_BSV)
+    counted_BS = jnp.where(targets_BS >= 0, factor, 0)
+    return (counted_BS[..., None] * gradient_BSV).astype(logits_BSV.dtype), None
+
+
+def _is_target(logits_BSV: jax.Array, targets_BS: jax.Array) -> jax.Array:
+    return jnp.arange(logits_BSV.shape[-1]) == targets_BS[..., None]
+
+
+cross_entropy.defvjp(_entropy_forward, _entropy_backward)

@@ -172,7 +172,7 @@ def _mapped(
 ) -> Array:
     """`local` on every device with its heads and positions of queries, keys and values, its documents, and what `more` gives with its specs."""
     values = (*arrays, *(value for value, _ in more))
-    if devices.mesh is None:
+    if devices.mesh is None or devices.mesh.size == 1:
         return local(*values)
 
     def known(*axes: str) -> Any:

@@ -48,13 +48,15 @@ def install(
     stream = sharding(mesh, SAMPLES, POSITIONS if layout.sequence else "context", None)
     keep: Constrain = lambda x_BSD: jax.lax.with_sharding_constraint(x_BSD, stream)  # noqa: E731
     devices = attention_devices(mesh, layout, platform, zigzag=True)
+    # On GPUs the residual stream is in the format of products, as that of the torch engine there. LayerNorm would compute in it, RMSNorm does not.
+    is_low = platform == "cuda" and not any(isinstance(module, nn.LayerNorm) for module in model.modules())
     seam: Any  # attributes of modules are replaced
     for seam in model.get_submodule("blocks").children():
         seam.attention.attend = partial(attend_in_jax, devices)
         seam.forward = partial(_kept, seam.forward, keep)
     for seam in model.modules():
         if isinstance(seam, nn.Embedding):
-            seam.forward = partial(_look_up, seam, mesh, keep)  # type: ignore[method-assign]
+            seam.forward = partial(_look_up, seam, mesh, keep, is_low)  # type: ignore[method-assign]
         elif isinstance(seam, MoE):
             seam.forward = partial(moe_layer.forward, seam, mesh, platform, keep)  # type: ignore[method-assign]
 
@@ -102,14 +104,15 @@ def attend_in_jax(
     return out
 
 
-def _look_up(module: nn.Embedding, mesh: Mesh, keep: Constrain, tokens_BS: Tensor) -> Tensor:
+def _look_up(module: nn.Embedding, mesh: Mesh, keep: Constrain, is_low: bool, tokens_BS: Tensor) -> Tensor:
     """Rows of a table of which every device first gets the rows of its tensor group: of a table that is divided further the compiler would
-    gather everything that was looked up on every device."""
+    gather everything that was looked up on every device. `is_low`: the result is in the format of products."""
     rows = "tensor" if module.num_embeddings % mesh_size(mesh, "tensor") == 0 else None
-    gathered = sharding(mesh, rows, None)
+    gathered, dtype = sharding(mesh, rows, None), products_in() if is_low else None
 
     def run(table_VD: jax.Array, tokens: jax.Array) -> jax.Array:
-        return keep(jnp.take(jax.lax.with_sharding_constraint(table_VD, gathered), tokens, axis=0))
+        found = jnp.take(jax.lax.with_sharding_constraint(table_VD, gathered), tokens, axis=0)
+        return keep(found if dtype is None else found.astype(dtype))
 
     found: Tensor = call_jax(run, module.weight, tokens_BS)
     return found

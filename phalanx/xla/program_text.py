@@ -16,7 +16,10 @@ _INSTRUCTION = re.compile(
 _ARRAY = re.compile(r"(?P<format>[a-z]+\d*(?:e\d\w*)?)\[(?P<lengths>[\d,]*)\]")
 _CALLED = re.compile(r"(?:calls|to_apply|body|branch_computations|true_computation|false_computation)=(\{[^}]*\}|%?[\w.\-]+)")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
-_CONTRACTED = re.compile(r"lhs_contracting_dims=\{([\d,]*)\}")
+_CONTRACTED = re.compile(r'(?:lhs_contracting_dims=\{|"lhs_contracting_dimensions":\[)([\d,"]*)[\]}]')
+_OPERAND = re.compile(r"%([\w.\-]+)")
+_CUBLAS = 'custom_call_target="__cublas$'
+"""Of the products that XLA leaves to cuBLAS on NVIDIA's GPUs."""
 _LISTED = re.compile(r"replica_groups=\{(\{[\d,{}]*\})\}")
 _IOTA = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
 _MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? \{([^}]*)\}")
@@ -89,7 +92,7 @@ def _count(
     here = computations.get(name, {})
     for instruction in here.values():
         turns = times
-        if instruction.operator == "dot":
+        if instruction.operator == "dot" or (instruction.operator == "custom-call" and _CUBLAS in instruction.rest):
             flops, formats = _product(instruction, here)
             program.flops += flops * times
             program.operands[formats] += flops * times
@@ -111,7 +114,7 @@ def _called(rest: str) -> Iterator[str]:
 
 def _product(instruction: _Instruction, here: Mapping[str, _Instruction]) -> tuple[int, str]:
     """Operations of a product, and the formats of its operands."""
-    names = [name.strip().split(" ")[-1].lstrip("%") for name in instruction.rest.partition(")")[0].split(",")][:2]
+    names = _OPERAND.findall(instruction.rest)[:2]
     left, right = (next(_arrays(here[name].shape)) for name in names)
     contracted = _CONTRACTED.search(instruction.rest)
     inner = prod(left[1][dim] for dim in _numbers(contracted[1])) if contracted else 1
@@ -186,4 +189,4 @@ def _bits(number: str) -> int:
 
 
 def _numbers(text: str) -> list[int]:
-    return [int(number) for number in text.split(",") if number.strip()]
+    return [int(number) for number in text.replace('"', "").split(",") if number.strip()]

@@ -144,8 +144,9 @@ def _accumulate(model: Model, capacity: float, state: TrainArrays, batch: Tokens
         jnp.zeros((), jnp.int32),
         {name: jnp.zeros(model.buffers[counter].shape, jnp.int32) for counter, name in counters.items()},
     )
-    sums, _ = jax.lax.scan(add, nothing, batch)
-    return sums
+    if len(batch.tokens) == 1:  # without a loop, which would hold all gradients twice
+        return add(nothing, jax.tree.map(lambda array: array[0], batch))[0]
+    return jax.lax.scan(add, nothing, batch)[0]
 
 
 def _updated(model: Model, run: Run, state: TrainArrays, sums: Sums, scales: tuple[jax.Array, jax.Array]) -> TrainArrays:

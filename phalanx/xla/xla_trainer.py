@@ -34,7 +34,7 @@ from phalanx.training.run_progress import step_record
 from phalanx.training.step_totals import PAUSE, STOP, Outcome
 from phalanx.transforms.precision import LossScale
 from phalanx.xla.compiled import CompiledStep, Measure, compile_measure, compile_step
-from phalanx.xla.device_mesh import own_devices, sharding
+from phalanx.xla.device_mesh import own_devices, platform_of, sharding
 from phalanx.xla.device_state import DeviceBoxes, initial_state, named_arrays, with_arrays
 from phalanx.xla.forward import Model, traced_model
 from phalanx.xla.global_feed import GlobalBatch, GlobalFeed
@@ -104,6 +104,11 @@ class XlaTrainer(RunLoop):
         """Traces the model and draws its initial values on the devices. Nothing is compiled before the first step."""
         self.hooks.on_phase("building")
         self.model = traced_model(self.run, self.plan)
+        if (platform := platform_of(self.model.mesh)) != self.plan.device:
+            raise RunError(
+                f'The plan is for device "{self.plan.device}", but JAX sees only "{platform}": install jax with the plugin of the device, '
+                f'or set cluster.device = "{platform}".'
+            )
         self.feed = GlobalFeed(self.run, self.plan, self.data, self.model.mesh)
         self.shardings = Shardings.of(self.model)
         self.state = initial_state(self.model, self.run)

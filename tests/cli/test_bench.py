@@ -9,14 +9,26 @@ from pathlib import Path
 import pytest
 from commands import Ended, InProcess, Workshop
 
+ON_TORCH = "phalanx,transformers,torchtitan,torchtitan-fsdp,hand"
 STEPS = ("--steps", 4, "--rounds", 2, "--warmup", 2, "--micro-batch", 2)
 
 
 @pytest.fixture(scope="module")
 def compared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Ended, Path]]:
-    """One comparison of all trainers, for several tests."""
+    """One comparison of the trainers that compute with torch, for several tests."""
     shop = Workshop(tmp_path_factory.mktemp("bench") / "workshop")
-    ended = shop.run("bench", "step", "tiny.toml", "data.document_mask=false", *STEPS, "--picture", "steps.svg", "--json")
+    ended = shop.run(
+        "bench",
+        "step",
+        "tiny.toml",
+        "data.document_mask=false",
+        *STEPS,
+        "--peers",
+        ON_TORCH,
+        "--picture",
+        "steps.svg",
+        "--json",
+    )
     yield ended, shop.path
     shop.close()
 
@@ -43,6 +55,28 @@ def test_transformers_is_compared_where_it_is_installed(compared: tuple[Ended, P
         assert found["reason"] == 'not installed: pip install "phalanx[hf]"'
     else:
         assert found["same_loss"] is True and found["token_loss_difference"] < 1e-5, found
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("jax") is None or find_spec("torchax") is None, reason="the XLA engine needs the extra `xla`")
+def test_both_engines_are_compared(tmp_path: Path) -> None:
+    shop = Workshop(tmp_path / "workshop")
+    try:
+        ended = shop.run(
+            "bench", "step", "tiny.toml", "data.document_mask=false", *STEPS, "--peers", "phalanx,phalanx-xla,jax", "--json"
+        )
+    finally:
+        shop.close()
+    assert ended.code == 0, ended
+    found = ended.json
+    for name in ("phalanx-xla", "jax"):
+        ran = found["trainers"][name]
+        assert ran["ran"] and ran["same_loss"] is True and ran["step_loss_difference"] < 1e-5, ran
+        assert ran["first_step_seconds"] > ran["step_seconds"]["median"], "the first step compiles"
+    assert found["best_peer"] == "jax", "the other engine is no peer"
+    medians = {name: ran["step_seconds"]["median"] for name, ran in found["trainers"].items()}
+    assert found["xla_ratio"] == pytest.approx(medians["phalanx"] / medians["phalanx-xla"])
+    assert "phalanx-xla: " in ended.shown and "× the speed of the torch engine" in ended.shown
 
 
 def test_people_get_a_table_and_a_picture(compared: tuple[Ended, Path]) -> None:

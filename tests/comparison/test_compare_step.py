@@ -18,11 +18,12 @@ from phalanx.comparison.compare_step import TRAINERS, ComparisonSettings, bench_
 from phalanx.comparison.step_messages import Built, Failed, TakeSteps, TrainerJob, Turn, decode, encode
 from phalanx.comparison.trainer_process import failure
 from phalanx.host.env import python_env
+from phalanx.spec.engine import Engine
 from phalanx.spec.errors import RunError
 from phalanx.spec.layout import Layout
 from phalanx.spec.load import loads
-from phalanx.spec.plan import Gpu, Machine
-from phalanx.spec.run import Checkpoint, Cluster, Optimizer, Precision, Run, Train
+from phalanx.spec.plan import Gpu, Machine, Plan
+from phalanx.spec.run import Checkpoint, Cluster, Memory, Optimizer, Precision, Run, Train
 
 GPU = Machine(host="h", cpu="c", cores=8, memory=1 << 37, gpus=(Gpu(name="NVIDIA H200", memory=140 << 30),))
 
@@ -150,6 +151,9 @@ def test_a_peer_that_is_not_installed_says_how_to_install_it(scripted: type[Scri
     assert compare_step._absent("transformers") == 'not installed: pip install "phalanx[hf]"'
     assert compare_step._absent("torchtitan") == "not installed: pip install torchtitan"
     assert compare_step._absent("phalanx") is None and compare_step._absent("hand") is None
+    monkeypatch.setattr(compare_step, "find_spec", lambda package: None if package == "torchax" else object())
+    assert compare_step._absent("phalanx-xla") == 'not installed: pip install "phalanx[xla]"'
+    assert compare_step._absent("jax") is None
 
 
 @pytest.mark.parametrize(
@@ -189,11 +193,8 @@ def test_the_run_is_one_rank_and_one_micro_batch() -> None:
     assert bench_run(replace(run, train=replace(run.train, micro_batch=6)), MACHINE, settings()).plan.micro_batch == 6
 
 
-@pytest.mark.parametrize("given", [None, True, False])
-@pytest.mark.parametrize("machine", [MACHINE, GPU], ids=["cpu", "gpu"])
-def test_what_is_compiled(
-    scripted: type[Scripted], given: bool | None, machine: Machine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def remembered_jobs(monkeypatch: pytest.MonkeyPatch) -> dict[str, TrainerJob]:
+    """What every trainer that is started from now on is asked for."""
     jobs: dict[str, TrainerJob] = {}
     begin = Scripted.__init__
 
@@ -202,6 +203,15 @@ def test_what_is_compiled(
         begin(self, job, env, log)
 
     monkeypatch.setattr(Scripted, "__init__", remember)
+    return jobs
+
+
+@pytest.mark.parametrize("given", [None, True, False])
+@pytest.mark.parametrize("machine", [MACHINE, GPU], ids=["cpu", "gpu"])
+def test_what_is_compiled(
+    scripted: type[Scripted], given: bool | None, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs = remembered_jobs(monkeypatch)
     run = tiny_run(replace(LLAMA, vocab=512), cluster=Cluster())
     compare(run, machine, settings(compile=given))
     expected = given if given is not None else bool(machine.gpus)
@@ -209,6 +219,33 @@ def test_what_is_compiled(
     assert bool(loads(jobs["phalanx"].run).memory.compile) is expected
     assert jobs["hand"].folder != jobs["phalanx"].folder
     assert jobs["hand"].run == jobs["phalanx"].run and jobs["hand"].plan == jobs["phalanx"].plan
+
+
+def test_the_xla_engine_has_a_plan_of_its_own(scripted: type[Scripted], monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs = remembered_jobs(monkeypatch)
+    run = tiny_run(replace(LLAMA, vocab=128256), cluster=Cluster(), memory=Memory(compile=True))
+    report = compare(run, GPU, settings("phalanx", "phalanx-xla", "jax"))
+    assert [result.reason for result in report.results] == [None, None, None]
+    ours, theirs = (loads(jobs[name].run) for name in ("phalanx", "phalanx-xla"))
+    assert (ours.engine.name, theirs.engine.name) == ("torch", "xla") and jobs["jax"].run == jobs["phalanx"].run
+    assert ours.memory.compile is True and theirs.memory.compile is None, "a key of the torch engine"
+    assert theirs.memory.recompute == "selective", "storing what lies between products costs more on GPUs"
+    assert theirs.memory.loss_chunk == ours.memory.loss_chunk == 8192
+    plans = [Plan.from_json(jobs[name].plan) for name in ("phalanx", "phalanx-xla")]
+    assert plans[0].micro_batch == plans[1].micro_batch and plans[0].compute == plans[1].compute == "bf16"
+
+
+def test_what_the_xla_engine_does_not_compute_is_its_reason(scripted: type[Scripted]) -> None:
+    run = tiny_run(cluster=Cluster(), precision=Precision(compute="fp8"))
+    report = compare(run, GPU, settings("phalanx", "phalanx-xla"))
+    assert report.results[0].reason is None and "has no loss scale and no scaled products" in str(report.results[1].reason)
+    assert "start phalanx-xla" not in scripted.diary
+
+
+def test_a_run_of_the_xla_engine_is_compared_too(scripted: type[Scripted], monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs = remembered_jobs(monkeypatch)
+    compare(tiny_run(engine=Engine(name="xla")), MACHINE, settings("phalanx", "phalanx-xla"))
+    assert [loads(jobs[name].run).engine.name for name in ("phalanx", "phalanx-xla")] == ["torch", "xla"]
 
 
 def test_peaks_are_those_of_the_device(scripted: type[Scripted]) -> None:

@@ -173,6 +173,19 @@ def _same(peer: TrainerResult, ours: TrainerResult, **changes: Any) -> bool:
     return agreement.same
 
 
+def test_the_engines_of_phalanx_are_compared_with_each_other() -> None:
+    torch_engine, xla, hand = result("phalanx", 0.5), result("phalanx-xla", 0.4), result("hand", 0.6)
+    comparison = report(torch_engine, xla, hand)
+    assert comparison.xla_ratio == pytest.approx(1.25) and comparison.best_peer is hand, "the other engine is no peer"
+    assert "phalanx-xla: 1.250 × the speed of the torch engine" in text(comparison, 200)
+    assert comparison.to_json()["xla_ratio"] == pytest.approx(1.25)
+    wrong = replace(xla, losses=(5.0, 4.5, 4.1))
+    assert report(torch_engine, wrong, hand).xla_ratio is None and report(torch_engine, hand).xla_ratio is None
+    assert "First step of each" in text(comparison, 400) and "phalanx-xla 31" in text(
+        report(torch_engine, replace(xla, first_step=31.0)), 400
+    )
+
+
 def test_on_cpus_the_time_that_was_computed_is_shown_next_to_the_clock() -> None:
     comparison = report(result("phalanx", 0.5, reserved=None), result("hand", 0.6, reserved=None), load=7.25)
     shown = text(comparison, 400)

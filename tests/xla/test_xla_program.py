@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from xla_engine import (
@@ -19,6 +20,7 @@ from xla_engine import (
 
 from phalanx.spec.layout import Layout
 from phalanx.spec.model import Mla, ModelSpec, Moe
+from phalanx.spec.run import Memory
 
 pytestmark = needs_xla
 
@@ -107,12 +109,25 @@ def test_an_undivided_dispatch_is_found() -> None:
         ("cuda", {"fmhaScaleBiasSoftmax": 1, "fmhaScaleBiasSoftmaxBackward": 1}),
     ],
 )
-def test_the_step_has_the_kernels_of_the_platform(platform: str, expected: dict[str, int]) -> None:
-    """Three equal blocks are one, which a loop repeats: one kernel of the forward, and those of the backward."""
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_the_step_has_the_kernels_of_the_platform(platform: str, expected: dict[str, int], recompute: Any) -> None:
+    """Three equal blocks are one, which a loop repeats: one kernel of the forward, and those of the backward. Selective recomputation stores what the kernel
+    gives."""
     model = replace(MODEL, layers=3, heads=4, kv_heads=2, head_dim=64)
+    run = replace(small_run(GRID, 1, model=model, compute="bf16"), memory=Memory(recompute=recompute))
     with devices() as pool:
-        found = pool.alone(kernels, small_run(GRID, 1, model=model, compute="bf16"), platform)
-    assert found == expected
+        found = pool.alone(kernels, run, platform)
+    forward = next(iter(expected))
+    assert found == expected | {forward: 2 if recompute == "full" else 1}
+
+
+def test_logits_in_chunks_are_computed_once() -> None:
+    """A product for the logits, and one for each of their gradients."""
+    layout, model = Layout(data=1, shard=2, tensor=2), replace(MODEL, vocab=1032)
+    with devices() as pool:
+        whole = pool.alone(products, small_run(layout, 1, model=model))
+        cut = pool.alone(products, replace(small_run(layout, 1, model=model), memory=Memory(loss_chunk=4)))
+    assert cut == whole
 
 
 def test_products_are_in_the_format_of_the_run() -> None:

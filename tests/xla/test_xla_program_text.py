@@ -58,3 +58,20 @@ def test_a_loop_counts_as_often_as_it_runs() -> None:
     ]
     assert program.endless == 0
     assert read_program(LOOP.replace('"known_trip_count":{"n":"3"}', "").replace("GROUPS", "{}"), 8).endless == 1
+
+
+CUBLAS = """HloModule jit__step
+
+ENTRY %main.1 (p: bf16[2,4,8], q: bf16[16,8]) -> bf16[2,4,16] {
+  %p = bf16[2,4,8]{2,1,0} parameter(0)
+  %q = bf16[16,8]{1,0} parameter(1)
+  %product = (bf16[2,4,16]{2,1,0}, s8[4194304]{0}) custom-call(bf16[2,4,8]{2,1,0} %p, bf16[16,8]{1,0} %q), custom_call_target="__cublas$lt$matmul", backend_config={"gemm_backend_config":{"beta":0,"dot_dimension_numbers":{"lhs_contracting_dimensions":["2"],"rhs_contracting_dimensions":["1"],"lhs_batch_dimensions":[]}}}
+  %attended = (bf16[2,4,16]{2,1,0}, u8[0]{0}) custom-call(%q, %q, %q), custom_call_target="__cudnn$fmhaSoftmax"
+  ROOT %result = bf16[2,4,16]{2,1,0} get-tuple-element(%product), index=0
+}
+"""
+
+
+def test_products_of_cublas_count() -> None:
+    program = read_program(CUBLAS, 1)
+    assert program.flops == 2 * 2 * 4 * 16 * 8 and program.operands == {"bf16 bf16": program.flops}

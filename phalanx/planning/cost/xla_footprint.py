@@ -7,7 +7,7 @@ from typing import Protocol
 
 import numpy as np
 
-from phalanx.planning.cost.activation_memory import kv_division, recomputed_fraction, residual_tokens
+from phalanx.planning.cost.activation_memory import kv_division, recomputed_fraction, residual_stream
 from phalanx.planning.cost.job_table import RECOMPUTE, JobTable
 from phalanx.planning.machines.rates import Column
 
@@ -36,12 +36,13 @@ def xla_bytes(jobs: JobTable, held: Parameters) -> tuple[Column, ...]:
     """Bytes by the components of a footprint."""
     count = held.dense + held.fp32 + held.experts
     low, spread, again = jobs.compute_bytes < 4, (jobs.zero == 3) & (jobs.shard > 1), recomputed_fraction(jobs)
-    stored = np.where(jobs.recompute == RECOMPUTE.index("full"), _stream(jobs), _stream(jobs) + _products(jobs))
+    stored = np.where(jobs.recompute == RECOMPUTE.index("full"), residual_stream(jobs), residual_stream(jobs) + _products(jobs))
     kept = _kept(jobs)
     # At the end of the forward all blocks are there; then one block's backward, with the block itself if it is computed again.
     live = np.where(again > 0, kept, 0.0) + 1.5 * _inner(jobs)
     activations = jobs.layers * (again * stored + (1 - again) * kept) + live
-    logits = 3.5 * 4.0 * jobs.tokens * jobs.vocab / jobs.tensor
+    rows = np.minimum(np.where(np.greater(jobs.loss_chunk, 0), jobs.loss_chunk, np.inf), jobs.tokens)
+    logits = 3.5 * 4.0 * rows * jobs.vocab / jobs.tensor
     if np.any(jobs.traced_activations):  # of a custom module, whose trace counts logits too
         part = np.where(jobs.recompute == RECOMPUTE.index("full"), again, 0.0)
         activations = jobs.tokens * (part * jobs.traced_recomputed + (1 - part) * jobs.traced_activations)
@@ -64,11 +65,6 @@ def xla_bytes(jobs: JobTable, held: Parameters) -> tuple[Column, ...]:
     )
 
 
-def _stream(jobs: JobTable) -> Column:
-    """The residual stream, which is fp32."""
-    return 4.0 * jobs.dim * residual_tokens(jobs)
-
-
 def _inner(jobs: JobTable) -> Column:
     """An inner tensor of the feed-forward: of experts, of all that a token is sent to."""
     sparse = jobs.active * jobs.expert_ffn + jobs.shared_ffn / jobs.tensor
@@ -77,9 +73,10 @@ def _inner(jobs: JobTable) -> Column:
 
 
 def _products(jobs: JobTable) -> Column:
-    """Results of a block's matrix products, which selective recomputation stores."""
+    """Results of a block's matrix products, which selective recomputation stores, and of its attention kernel where there is one."""
     given = jobs.score_width / jobs.tensor + jobs.kv_width / kv_division(jobs)
-    return jobs.tokens * jobs.compute_bytes * given + (1 + jobs.gated) * _inner(jobs) + _stream(jobs)
+    given = given + np.where(jobs.scores > 1, 0.0, jobs.value_width / jobs.tensor)
+    return jobs.tokens * jobs.compute_bytes * given + (1 + jobs.gated) * _inner(jobs) + residual_stream(jobs)
 
 
 def _kept(jobs: JobTable) -> Column:
@@ -88,4 +85,11 @@ def _kept(jobs: JobTable) -> Column:
     tables = np.where(jobs.scores > 1, 3 * 4.0 * jobs.heads / jobs.tensor * jobs.sequence * jobs.tokens, 0.0)
     out = jobs.tokens * jobs.compute_bytes * jobs.value_width / jobs.tensor
     rows = np.where(jobs.sparse_layers > 0, 2.0 * jobs.active * jobs.tokens * jobs.dim * jobs.compute_bytes, 0.0)
-    return 6 * _stream(jobs) + _products(jobs) + out + tables + rows + (2 + jobs.gated) * _inner(jobs)
+    return (
+        6 * residual_stream(jobs)
+        + _products(jobs)
+        + np.where(jobs.scores > 1, out, 0.0)
+        + tables
+        + rows
+        + (2 + jobs.gated) * _inner(jobs)
+    )

@@ -107,9 +107,10 @@ class Candidate:
 
     def with_savings(self, memory: Memory) -> Memory:
         """The run file's [memory] with what this candidate has chosen."""
-        if self.engine == "xla":
-            return replace(memory, recompute=self.recompute, recompute_every=self.recompute_every, offload="none")
         chunk = self.loss_chunk if memory.loss_chunk is None and self.loss_chunk else memory.loss_chunk
+        if self.engine == "xla":
+            recompute, every = self.recompute, self.recompute_every
+            return replace(memory, recompute=recompute, recompute_every=every, offload="none", loss_chunk=chunk)
         savings = replace(memory, recompute=self.recompute, recompute_every=self.recompute_every, offload=self.offload)
         return replace(savings, compile=self.compiled, loss_chunk=chunk)
 

@@ -32,9 +32,9 @@ divisors = cache(divisors_of)
 
 _DEFAULT, _MEMORY = Layout(), Memory()
 _XLA_COLUMNS: dict[str, Any] = {
-    "on_xla": 1, "loss_chunk": 0, "residual_bytes": 4, "wire": 4, "gathered": 4, "activations_on_host": 0,
+    "on_xla": 1, "wire": 4, "gathered": 4, "activations_on_host": 0,
 }  # fmt: skip
-"""What the XLA engine does on every device: the residual stream is in fp32, and so are gradients and parameters on their way. The constants of TPUs were fitted to compiled programs."""
+"""What the XLA engine does on every device: gradients and parameters are in fp32 on their way. The constants of TPUs were fitted to compiled programs."""
 _HOPPER = ("h", "b", "gb")
 _MASKED = ("v", "t", "p", "mi")
 """Prefixes of the catalogue's names of Hopper GPUs and later ones."""
@@ -159,11 +159,11 @@ class Space:
         """Compilation and the loss chunk on GPUs, where the run leaves them open. Compiled blocks keep the gathered inputs of tensor parallelism,
         and cannot split their backward. A custom module computes its own logits."""
         run, memory = self.run, self.run.memory
-        if self.hardware.device != "cuda" or not run.model.is_builtin or self.on_xla:
+        if self.hardware.device != "cuda" or not run.model.is_builtin:
             return {}
         open_: dict[str, Any] = {}
         degrees = np.asarray(tensor, np.int64)
-        if memory.compile is None:
+        if memory.compile is None and not self.on_xla:
             open_["compiled"] = ((degrees == 1) & ~SPLITS_BACKWARD[np.asarray(schedule, np.int64)]).astype(np.int64)
         if memory.loss_chunk is None and run.train.objective != "dpo":  # which needs the loss of every token
             rows = _LOGITS / (2.0 * run.model.rows) * np.arange(1, degrees.max(initial=1) + 1)
@@ -179,6 +179,8 @@ class Space:
         whole, every = memory.activations == "cpu", memory.recompute_every
         model = self.run.model
         modes = [level for level in _LEVELS if not (whole and level[0] == SELECTIVE)]
+        if self.on_xla and self.hardware.device == "cuda" and model.is_builtin:  # `planning/machine_fit` says why
+            modes = [level for level in modes if level[0] != _NONE]
         if (
             not model.is_builtin
         ):  # what selective recomputation stores of it is unknown, and without blocks nothing is recomputed
