@@ -230,6 +230,7 @@ def _engine(parts: list[nn.Module], shards: dict[str, ParamShard], run: Run, pla
         masters=_has_masters(run, plan, mesh),
         residual=residual_dtype(run, plan, mesh),
         keep_gathered=recipe.schedule is not None and recipe.schedule.splits_backward,
+        fp8_gather=run.precision.fp8_gather,
         bucket_bytes=None if run.memory.bucket_size is None else run.memory.bucket_size << 20,
     )
     if sharding.zero == 3:

@@ -10,6 +10,8 @@ Scales follow from the largest absolute value of each current tensor and are pow
 fp8 numbers, except for negligible ones, and tensor parallel ranks compute what one device does, without communication. Rounding is
 transparent to the gradient (straight-through). Results are bf16.
 
+Weights are rounded from bf16, whatever the layout stores them in. Sharded ones may have been gathered in fp8 (`parallel/fp8_gather`).
+
 Only nn.Linear inside blocks is changed. Router, routed experts (a grouped product of stacked weights), embedding and head are not.
 On CPUs the rounded numbers are multiplied in fp32.
 """
@@ -26,6 +28,7 @@ from torch import Tensor, nn
 
 from phalanx import accelerator
 from phalanx.transforms.blocks import block_number, blocks, named
+from phalanx.transforms.fp8_weight import Weight8
 
 Scaling = Literal["tensor", "row"]
 
@@ -105,7 +108,7 @@ class _Linear(torch.autograd.Function):
             ctx.save_for_backward(x.values, x.scale, weight_NK)
         else:
             ctx.save_for_backward(x_MK.to(torch.bfloat16), weight_NK)
-        return multiply(x, rounded(weight_NK, E4M3, scaling), fast=True)
+        return multiply(x, rounded_weight(weight_NK, scaling), fast=True)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
@@ -114,7 +117,7 @@ class _Linear(torch.autograd.Function):
         gradient = rounded(gradient_MN, E5M2 if scaling == "tensor" else E4M3, scaling)
         x_grad = weight_grad = None
         if ctx.needs_input_grad[0]:
-            x_grad = multiply(gradient, rounded(weight_NK.t(), E4M3, scaling)).to(ctx.types[0])
+            x_grad = multiply(gradient, _transposed(weight_NK, scaling)).to(ctx.types[0])
         if ctx.needs_input_grad[1] and scaling == "tensor":
             weight_grad = multiply(gradient.t(), Rounded(*saved).t()).to(ctx.types[1])
         elif ctx.needs_input_grad[1]:
@@ -138,10 +141,31 @@ class Rounded(NamedTuple):
 def rounded(x: Tensor, dtype: torch.dtype, scaling: Scaling) -> Rounded:
     """A matrix in fp8. A product sums along the rows, so that the scale of a row can be divided out afterwards."""
     largest = x.abs().amax() if scaling == "tensor" else x.abs().amax(dim=1, keepdim=True)
+    scale = scale_of(largest, dtype)
+    return Rounded(scaled(x, scale, dtype), scale)
+
+
+def scale_of(largest: Tensor, dtype: torch.dtype) -> Tensor:
+    """The factor for numbers whose largest absolute value is this."""
     ideal = torch.finfo(dtype).max / largest.float().clamp(min=_TINY)
     # Clearing the mantissa rounds down to a power of two; multiplying by it is exact.
-    scale = (ideal.view(torch.int32) & 0x7F800000).view(torch.float32)
-    return Rounded((x * scale.to(x.dtype)).to(dtype), scale)
+    return (ideal.view(torch.int32) & 0x7F800000).view(torch.float32)
+
+
+def scaled(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    return (x * scale.to(x.dtype)).to(dtype)
+
+
+def rounded_weight(weight: Tensor, scaling: Scaling) -> Rounded:
+    """A weight in fp8, from its values in bf16: those of a master weight in fp32 may round otherwise, and numbers would depend on the layout."""
+    if isinstance(weight, Weight8):
+        return Rounded(weight.numbers, weight.scale)
+    return rounded(weight.to(torch.bfloat16), E4M3, scaling)
+
+
+def _transposed(weight: Tensor, scaling: Scaling) -> Rounded:
+    """The transpose of a weight in fp8."""
+    return rounded_weight(weight, scaling).t() if scaling == "tensor" else rounded_weight(weight.t(), scaling)
 
 
 def multiply(a_MK: Rounded, b_NK: Rounded, fast: bool = False) -> Tensor:

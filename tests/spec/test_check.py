@@ -277,6 +277,18 @@ CONFLICTS = {
         replace(BASE, precision=Precision(compute="fp8", bf16_first=2, bf16_last=2)),
         ["precision.bf16_first = 2", "the model has 4 of them", 'precision.compute = "bf16"'],
     ),
+    "gathering in fp8 without fp8": (
+        replace(BASE, precision=Precision(compute="bf16", fp8_gather=True)),
+        ["precision.fp8_gather = true", 'precision.compute = "bf16"', "remove precision.fp8_gather"],
+    ),
+    "gathering in fp8 by rows": (
+        replace(BASE, precision=Precision(compute="fp8", fp8_scaling="row", fp8_gather=True)),
+        ["precision.fp8_gather = true", 'precision.fp8_scaling = "row"', 'precision.fp8_scaling = "tensor"'],
+    ),
+    "gathering in fp8 without gathering": (
+        replace(layout(shard=2, zero=1), precision=Precision(compute="fp8", fp8_gather=True)),
+        ["precision.fp8_gather = true", "layout.zero = 1", "layout.zero = 3"],
+    ),
     "context": (layout(context=3), ["train.sequence_length = 64", "2 × layout.context = 6", "60 or 66"]),
 }
 

@@ -11,6 +11,7 @@ from transforms.small import CPU, KINDS, made, trained
 from phalanx.models.init import build
 from phalanx.transforms import fp8
 from phalanx.transforms.fp8 import E4M3, E5M2, Linear8, available, linear, multiply, product_of, rounded
+from phalanx.transforms.fp8_weight import Weight8
 
 
 def numbers(*shape: int, seed: int = 0, spread: float = 1.0) -> Tensor:
@@ -64,10 +65,11 @@ def test_gradients_are_those_of_the_rounded_numbers(scaling: fp8.Scaling) -> Non
         return part.values.double() / part.scale
 
     g = upstream.flatten(0, 1)
-    x8, w8 = back(x.flatten(0, 1), E4M3), back(weight, E4M3)
+    half = weight.to(torch.bfloat16)  # whatever a layout stores, weights are rounded from bf16
+    x8, w8 = back(x.flatten(0, 1), E4M3), back(half, E4M3)
     g8 = back(g, E5M2 if scaling == "tensor" else E4M3)
     wanted_weight = g8.t() @ x8 if scaling == "tensor" else g.double().t() @ x.flatten(0, 1).to(torch.bfloat16).double()
-    wanted = [(g8 @ back(weight.t(), E4M3).t()).view(x.shape), wanted_weight, g.double().sum(0)]
+    wanted = [(g8 @ back(half.t(), E4M3).t()).view(x.shape), wanted_weight, g.double().sum(0)]
     assert out.dtype == torch.bfloat16
     exact = (x8 @ w8.t() + bias).view(out.shape)
     assert (out - exact).norm() <= 4e-3 * exact.norm()  # bf16 rounds by at most 2^-9
@@ -89,6 +91,25 @@ def test_slices_are_rounded_like_the_whole(scaling: fp8.Scaling) -> None:
     for dim in (0, 1):
         sliced = torch.cat([value(part) for part in x.chunk(4, dim)], dim)
         assert (sliced - whole).norm() <= 1e-5 * whole.norm()
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_weight_that_is_stored_in_fp8_multiplies_like_one_in_bf16(compiled: bool) -> None:
+    x, weight = numbers(3, 11, 32), numbers(20, 32, seed=1, spread=0.3).to(torch.bfloat16)
+    stored = rounded(weight, E4M3, "tensor")
+    found = []
+    for parameter in (nn.Parameter(weight), nn.Parameter(Weight8(stored.values, stored.scale, torch.bfloat16))):
+        layer = nn.Sequential(nn.Linear(32, 20, bias=False))
+        model = nn.Module()
+        model.blocks = nn.ModuleList([layer])
+        fp8.apply([model], "tensor", CPU)
+        layer[0]._parameters["weight"] = parameter  # as FSDP2 does
+        given = x.clone().requires_grad_()
+        y = (torch.compile(layer, backend="aot_eager") if compiled else layer)(given)
+        y.backward(numbers(3, 11, 20, seed=3).to(torch.bfloat16))
+        assert parameter.grad is not None and parameter.grad.dtype == torch.bfloat16
+        found.append((y, given.grad, parameter.grad))
+    assert all(map(torch.equal, *found))
 
 
 def test_nothing_finite_comes_of_what_is_not() -> None:

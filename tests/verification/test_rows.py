@@ -128,6 +128,7 @@ def test_together_on_eight_ranks(name: str, large: RankPool) -> None:
         ("precision.compute=bf16",),
         ("precision.compute=fp16",),
         ("precision.compute=fp8",),
+        ("precision.compute=fp8", "precision.fp8_gather=true"),
         ("precision.compute=fp8", "precision.fp8_scaling=row"),
         ("precision.compute=fp8", "precision.bf16_first=1", "precision.bf16_last=1"),
     ],

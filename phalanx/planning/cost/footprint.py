@@ -210,16 +210,18 @@ def _gathered(jobs: JobTable, held: RankSizes, sizes: PartSizes, unit: Column) -
         return 0.0, 0.0
     everything = held.dense + np.where(sizes.unsharded > 0, 0.0, held.experts)
     stored = np.where(jobs.base_bytes > 0, jobs.base_bytes, size)
-    whole = stored * (everything - held.tables) + size * held.tables
+    whole = stored * (everything - held.tables) + size * held.tables - jobs.fp8_gather * (held.dense - held.tables)
     block, part = sizes.block - sizes.unsharded, whole / jobs.stages
+    saved = 2 * jobs.fp8_gather * (sizes.block - np.where(jobs.sparse_layers > 0, sizes.routed, 0.0))
     # A stage's blocks stay gathered after its last backward until its next forward; by then the activations of that backward
     # are freed.
-    left = whole - part + np.maximum(np.minimum(2 * stored * block + size * held.tables, part), part - unit)
+    left = whole - part + np.maximum(np.minimum(2 * stored * block - saved + size * held.tables, part), part - unit)
     staged = np.where(SPLITS_BACKWARD[jobs.schedule], whole, left)
     gathered = np.where(pipelined, staged, size * held.tables)
     # Two gathered blocks and the gradient of one, or the reduced gradient of one in transit.
-    gradient = np.where(jobs.adapters > 0, 2 * stored, np.maximum(3 * size, jobs.wire))  # frozen blocks have none
-    in_block = np.where(pipelined, 0.0, gradient * block)
+    gathered_two = 2 * stored * block - saved
+    trained = np.maximum(gathered_two + size * block, jobs.wire * block)
+    in_block = np.where(pipelined, 0.0, np.where(jobs.adapters > 0, gathered_two, trained))  # frozen blocks have no gradient
     return np.where(third, gathered, 0.0), np.where(third, in_block, 0.0)
 
 

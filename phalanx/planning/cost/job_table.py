@@ -153,6 +153,8 @@ class JobTable:
     """Bytes of a bucket of gradients."""
     gathered: Column = 0
     """Bytes of a sharded parameter value between ranks; 0: as many as of an activation value."""
+    fp8_gather: Column = 0
+    """Bytes that gathering in fp8 saves of each value of the blocks' linear layers: 1, or less where some blocks compute in bf16."""
     scores: Column = 0
     """What attention keeps of the scores: 0 nothing, 1 a mask between documents, 2 the whole table (no fused kernel), 3 the tables of soft-capped
     scores."""
