@@ -18,7 +18,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
 from phalanx.parallel.group import Group
-from phalanx.transforms.fp8 import E4M3, Linear8, scale_of, scaled
+from phalanx.transforms.fp8 import Linear8
+from phalanx.transforms.fp8_numbers import E4M3, scale_of, scaled
 from phalanx.transforms.fp8_weight import Weight8
 
 

@@ -12,7 +12,7 @@ transparent to the gradient (straight-through). Results are bf16.
 
 Weights are rounded from bf16, whatever the layout stores them in. Sharded ones may have been gathered in fp8 (`parallel/fp8_gather`).
 
-Only nn.Linear inside blocks is changed. Router, routed experts (a grouped product of stacked weights), embedding and head are not.
+Only nn.Linear inside blocks is changed, and on request routed experts (`transforms/fp8_experts`). Router, embedding and head are not.
 On CPUs the rounded numbers are multiplied in fp32.
 """
 
@@ -20,21 +20,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from phalanx import accelerator
+from phalanx.transforms import fp8_experts
 from phalanx.transforms.blocks import block_number, blocks, named
+from phalanx.transforms.fp8_numbers import E4M3, E5M2, Rounded, Scaling, rounded
 from phalanx.transforms.fp8_weight import Weight8
 
-Scaling = Literal["tensor", "row"]
-
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-_TINY = 2.0**-80
-"""A tensor whose largest value is below this counts as zero: its scale would overflow fp32."""
 _ALIGN = 16
 """The kernel needs matrices whose sides are multiples of this; others are padded with zeros, which does not change the result."""
 
@@ -55,9 +52,16 @@ def available(device: torch.device) -> str | None:
     return None
 
 
-def apply(parts: Sequence[nn.Module], scaling: Scaling, device: torch.device, numbers: range | None = None) -> str:
+def apply(
+    parts: Sequence[nn.Module],
+    scaling: Scaling,
+    device: torch.device,
+    numbers: range | None = None,
+    *,
+    experts: bool = False,
+) -> str:
     """Make the linear layers inside the blocks compute in fp8; returns a description. `numbers`: blocks of the whole model to which this
-    applies, such as all but the first and the last; None: all."""
+    applies, such as all but the first and the last; None: all. `experts`: routed experts too."""
     changed, every = 0, blocks(parts, 'precision.compute = "fp8"')
     owners = {name: block for name, block in every.items() if numbers is None or block_number(name, parts) in numbers}
     for block in owners.values():
@@ -66,14 +70,16 @@ def apply(parts: Sequence[nn.Module], scaling: Scaling, device: torch.device, nu
                 module.__class__ = Linear8
                 module.scaling = scaling  # type: ignore[assignment]
                 changed += 1
+    layers = fp8_experts.apply(owners, device) if experts else 0
     kind = "forward e4m3, gradients e5m2" if scaling == "tensor" else "e4m3, weight gradients in bf16"
     where = "multiplied in fp32 after rounding, since this is a CPU" if device.type == "cpu" else "torch._scaled_mm"
     if not owners:
         return f"none here: {named(list(every)) or 'a stage without blocks'} in bf16"
     rest = [name for name in every if name not in owners]
+    also = f"; routed experts of {layers} layers: e4m3, weight gradients in bf16, one scale per row" if layers else ""
     return (
-        f"{changed} linear layers of {named(list(owners))}: {kind}, one power-of-two scale per {scaling}, {where}; "
-        f"{named(rest) + ', ' if rest else ''}router, routed experts, embedding and head in bf16"
+        f"{changed} linear layers of {named(list(owners))}: {kind}, one power-of-two scale per {scaling}, {where}{also}; "
+        f"{named(rest) + ', ' if rest else ''}router{'' if layers else ', routed experts'}, embedding and head in bf16"
     )
 
 
@@ -124,36 +130,6 @@ class _Linear(torch.autograd.Function):
             with torch.autocast(weight_NK.device.type, enabled=False):
                 weight_grad = (gradient_MN.to(torch.bfloat16).t() @ saved[0]).to(ctx.types[1])
         return x_grad, weight_grad, None
-
-
-class Rounded(NamedTuple):
-    """A matrix in fp8."""
-
-    values: Tensor
-    scale: Tensor
-    """The factor it was multiplied by: one number, or one per row, [rows, 1]."""
-
-    def t(self) -> Rounded:
-        """The transpose; only with one scale per tensor."""
-        return Rounded(self.values.t(), self.scale)
-
-
-def rounded(x: Tensor, dtype: torch.dtype, scaling: Scaling) -> Rounded:
-    """A matrix in fp8. A product sums along the rows, so that the scale of a row can be divided out afterwards."""
-    largest = x.abs().amax() if scaling == "tensor" else x.abs().amax(dim=1, keepdim=True)
-    scale = scale_of(largest, dtype)
-    return Rounded(scaled(x, scale, dtype), scale)
-
-
-def scale_of(largest: Tensor, dtype: torch.dtype) -> Tensor:
-    """The factor for numbers whose largest absolute value is this."""
-    ideal = torch.finfo(dtype).max / largest.float().clamp(min=_TINY)
-    # Clearing the mantissa rounds down to a power of two; multiplying by it is exact.
-    return (ideal.view(torch.int32) & 0x7F800000).view(torch.float32)
-
-
-def scaled(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    return (x * scale.to(x.dtype)).to(dtype)
 
 
 def rounded_weight(weight: Tensor, scaling: Scaling) -> Rounded:

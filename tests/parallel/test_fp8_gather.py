@@ -19,7 +19,8 @@ from phalanx.spec.errors import RunFailed
 from phalanx.spec.layout import Layout
 from phalanx.training.build import recipe
 from phalanx.transforms import compile, fp8, recompute
-from phalanx.transforms.fp8 import E4M3, Linear8, rounded, rounded_weight
+from phalanx.transforms.fp8 import Linear8, rounded_weight
+from phalanx.transforms.fp8_numbers import E4M3, rounded
 from phalanx.transforms.fp8_weight import Weight8
 
 CPU = torch.device("cpu")

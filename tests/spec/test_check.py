@@ -12,7 +12,7 @@ from phalanx.spec.keys import find_key, is_table
 from phalanx.spec.layout import Layout
 from phalanx.spec.load import loads
 from phalanx.spec.model import Mla, ModelSpec, Moe, RopeScaling
-from phalanx.spec.run import Checkpoint, Cluster, Data, Memory, MixedSource, Optimizer, Precision, Resilience, Run, Train
+from phalanx.spec.run import Checkpoint, Cluster, Data, Lora, Memory, MixedSource, Optimizer, Precision, Resilience, Run, Train
 
 BASE = Run(train=Train(batch=8, steps=10, sequence_length=64))
 
@@ -276,6 +276,18 @@ CONFLICTS = {
     "no block for fp8": (
         replace(BASE, precision=Precision(compute="fp8", bf16_first=2, bf16_last=2)),
         ["precision.bf16_first = 2", "the model has 4 of them", 'precision.compute = "bf16"'],
+    ),
+    "experts in fp8 without fp8": (
+        replace(moe(), precision=Precision(compute="bf16", fp8_experts=True)),
+        ["precision.fp8_experts = true", 'precision.compute = "bf16"', "remove precision.fp8_experts"],
+    ),
+    "no experts for fp8": (
+        replace(BASE, precision=Precision(compute="fp8", fp8_experts=True)),
+        ["precision.fp8_experts = true", "this model has none", "remove precision.fp8_experts"],
+    ),
+    "experts in fp8 with adapters": (
+        replace(moe(), precision=Precision(compute="fp8", fp8_experts=True), lora=Lora(rank=4)),
+        ["precision.fp8_experts = true", "lora.rank = 4", "remove precision.fp8_experts"],
     ),
     "gathering in fp8 without fp8": (
         replace(BASE, precision=Precision(compute="bf16", fp8_gather=True)),

@@ -10,7 +10,8 @@ from transforms.small import CPU, KINDS, made, trained
 
 from phalanx.models.init import build
 from phalanx.transforms import fp8
-from phalanx.transforms.fp8 import E4M3, E5M2, Linear8, available, linear, multiply, product_of, rounded
+from phalanx.transforms.fp8 import Linear8, available, linear, multiply, product_of
+from phalanx.transforms.fp8_numbers import E4M3, E5M2, Scaling, rounded
 from phalanx.transforms.fp8_weight import Weight8
 
 
@@ -22,7 +23,7 @@ def numbers(*shape: int, seed: int = 0, spread: float = 1.0) -> Tensor:
 
 @pytest.mark.parametrize("scaling", ["tensor", "row"])
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
-def test_scales_are_the_largest_powers_of_two_that_fit(dtype: torch.dtype, scaling: fp8.Scaling) -> None:
+def test_scales_are_the_largest_powers_of_two_that_fit(dtype: torch.dtype, scaling: Scaling) -> None:
     x = numbers(40, 24, spread=3.0)
     found = rounded(x, dtype, scaling)
     largest = x.abs().amax() if scaling == "tensor" else x.abs().amax(1, keepdim=True)
@@ -36,7 +37,7 @@ def test_scales_are_the_largest_powers_of_two_that_fit(dtype: torch.dtype, scali
 
 @pytest.mark.parametrize("scaling", ["tensor", "row"])
 @pytest.mark.parametrize("sizes", [(32, 64, 48), (33, 40, 20), (1, 16, 16)])
-def test_emulation_equals_the_kernel(sizes: tuple[int, int, int], scaling: fp8.Scaling) -> None:
+def test_emulation_equals_the_kernel(sizes: tuple[int, int, int], scaling: Scaling) -> None:
     """torch has the kernel for CPUs too, in newer versions also for rows; odd sizes are filled up."""
     rows, inner, columns = sizes
     for dtype in (E4M3, E5M2):
@@ -53,7 +54,7 @@ def test_emulation_equals_the_kernel(sizes: tuple[int, int, int], scaling: fp8.S
 
 
 @pytest.mark.parametrize("scaling", ["tensor", "row"])
-def test_gradients_are_those_of_the_rounded_numbers(scaling: fp8.Scaling) -> None:
+def test_gradients_are_those_of_the_rounded_numbers(scaling: Scaling) -> None:
     x, weight, bias = numbers(3, 11, 32), numbers(20, 32, seed=1, spread=0.3), numbers(20, 1, seed=2)[:, 0]
     given = [tensor.clone().requires_grad_() for tensor in (x, weight, bias)]
     upstream = numbers(3, 11, 20, seed=3).to(torch.bfloat16)
@@ -79,7 +80,7 @@ def test_gradients_are_those_of_the_rounded_numbers(scaling: fp8.Scaling) -> Non
 
 
 @pytest.mark.parametrize("scaling", ["tensor", "row"])
-def test_slices_are_rounded_like_the_whole(scaling: fp8.Scaling) -> None:
+def test_slices_are_rounded_like_the_whole(scaling: Scaling) -> None:
     """So that ranks that share a matrix compute what one rank does."""
     x = numbers(64, 64, spread=1.0)
 

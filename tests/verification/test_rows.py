@@ -10,7 +10,7 @@ import pytest
 from ranks import tiny_run
 
 from phalanx.spec.layout import Layout, Schedule
-from phalanx.spec.run import Run
+from phalanx.spec.run import Precision, Run
 from phalanx.verification.cases import MODELS
 from phalanx.verification.parity import Report, verify
 from phalanx.verification.rank_pool import RankPool
@@ -144,6 +144,13 @@ def test_replicas_that_meet_now_and_then(layout: dict[str, Any], pool: RankPool)
     run = run_of("moe", layout)
     run = replace(run, optimizer=replace(run.optimizer, sync_every=2))
     report = verify(run, steps=5, pool=pool)
+    assert report.passed, report.failure or report.first
+
+
+def test_experts_in_fp8(pool: RankPool) -> None:
+    run = run_of("moe", {"shard": 2, "expert": 2})
+    run = replace(run, precision=Precision(compute="fp8", fp8_experts=True, fp8_gather=True))
+    report = verify(run, steps=3, pool=pool)
     assert report.passed, report.failure or report.first
 
 

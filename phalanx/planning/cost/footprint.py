@@ -99,6 +99,8 @@ def _rank_footprint(
     gathered, in_block = _gathered(jobs, held, sizes, unit)
     at_loss = head.most * share.has_head
     in_block = in_block + _dequantized(jobs, sizes)
+    if np.any(jobs.fp8_experts > 0):  # one of an expert layer's three stacks, rounded
+        in_block = in_block + np.where(jobs.fp8_experts > 0, sizes.routed / 3, 0.0)
     in_backward = np.maximum(block.live + block.backward + in_block, cast) + _gradients_in_transit(jobs, held, sizes, share)
     # The embedding's gradient is allocated when the activations of its micro-batch are freed.
     masters = has_masters(jobs)

@@ -142,6 +142,8 @@ class JobTable:
     """Bytes of an activation value: 2, or 4 in fp32."""
     fp8: Column = 0
     """1: fused kernels round the operands to fp8; 2: separate passes do; 3: compiled separate passes do."""
+    fp8_experts: Column = 0
+    """Fraction of the blocks whose routed experts multiply in fp8."""
     compiled: Column = 0
     recompute_every: Column = 1
     """Only every N-th block is recomputed."""

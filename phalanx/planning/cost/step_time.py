@@ -405,12 +405,18 @@ def _experts(jobs: JobTable, rates: Rates, sparse: Column) -> tuple[Column, Colu
     slow = 1 + rates.knee * (1 / jobs.dim + 1 / np.maximum(rows, 1) + 2 / 3 * jobs.expert_tensor / width)
     flops = 6 * jobs.dim * width
     router = 2 * tokens * jobs.dim * jobs.experts / (jobs.peak16 * rates.gemm)
-    peak = np.where(rates.eight > 0, jobs.peak, jobs.peak16)
+    # Of three products, that of the weight gradient stays in 16 bits. `jobs.peak` is that of all blocks together.
+    own = 3 / (2 / jobs.peak + 1 / jobs.peak16)
+    peak = np.where(rates.eight > 0, jobs.peak, np.where(jobs.fp8_experts > 0, own, jobs.peak16))
     products = routed * flops * slow / (peak * rates.gemm) + router
     # Tokens are sorted by expert and back, each with a read and a write; the activation is read and written too.
     moved = (
         routed * (rates.copies * jobs.dim + 3 * width) * rates.traffic * jobs.compute_bytes / (jobs.bandwidth * rates.memory)
     )
+    # Rounded in separate passes, as these blocks are not compiled: inputs and gradients of three products, and the weights.
+    weights = 3 * jobs.dim * width * jobs.experts / (jobs.expert * jobs.expert_tensor)
+    values = jobs.fp8_experts * (3 * routed * (jobs.dim + width) + weights)
+    moved = moved + values * (rates.rounding / (jobs.bandwidth * rates.memory))
     return sparse * products, sparse * moved
 
 
