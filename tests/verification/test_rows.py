@@ -154,10 +154,10 @@ def test_experts_in_fp8(pool: RankPool) -> None:
     assert report.passed, report.failure or report.first
 
 
-def state_bytes(zero: int, ranks: int, compute: str, pool: RankPool) -> None:
+def state_bytes(zero: int, ranks: int, compute: str, pool: RankPool, *more: str) -> None:
     model = replace(MODELS["dense"], dim=96, head_dim=16, ffn=192)
     # A few tokens: cores without bf16 take long for each, and the state hangs on none of them.
-    overrides = (f"precision.compute={compute}", "train.sequence_length=16")
+    overrides = (f"precision.compute={compute}", "train.sequence_length=16", *more)
     run = replace(run_of("dense", {"shard": ranks, "zero": zero}, *overrides), model=model)
     report = verify(run, steps=1, account=True, pool=pool)
     assert report.passed, report.failure or report.first
@@ -173,8 +173,11 @@ def state_bytes(zero: int, ranks: int, compute: str, pool: RankPool) -> None:
         assert sent == pytest.approx(report.theory.sent["shard"], rel=0.1)
 
 
-def test_sharded_state_is_what_theory_says(pool: RankPool) -> None:
-    state_bytes(3, 4, "bf16", pool)
+@pytest.mark.parametrize(
+    ("compute", "more"), [("bf16", ()), ("fp8", ("precision.fp8_gather=true",))], ids=["bf16", "gathered in fp8"]
+)
+def test_sharded_state_is_what_theory_says(compute: str, more: tuple[str, ...], pool: RankPool) -> None:
+    state_bytes(3, 4, compute, pool, *more)
 
 
 @pytest.mark.slow
