@@ -165,12 +165,15 @@ class ReferenceLogits:
     """fp8: what one scale is for."""
     fp8_blocks: range | None = None
     """fp8: the blocks that compute in it; None: all."""
+    fp8_experts: bool = False
+    """fp8: whether their routed experts do."""
 
     def write(self, file: Path) -> None:
         tensors = {"tokens": self.tokens_S, "places": self.positions_K, "logits": self.logits_KV}
         on_host = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
         blocks = {} if self.fp8_blocks is None else {"fp8_blocks": f"{self.fp8_blocks.start}-{self.fp8_blocks.stop}"}
-        save_file(on_host, file, {"compute": self.compute, "scaling": self.scaling} | blocks)
+        experts = {"fp8_experts": "true"} if self.fp8_experts else {}
+        save_file(on_host, file, {"compute": self.compute, "scaling": self.scaling} | blocks | experts)
 
 
 def read_reference(file: Path) -> ReferenceLogits:
@@ -180,6 +183,7 @@ def read_reference(file: Path) -> ReferenceLogits:
             tokens, positions, logits = (opened.get_tensor(name) for name in ("tokens", "places", "logits"))
             metadata = opened.metadata()
         blocks = range(*map(int, metadata["fp8_blocks"].split("-"))) if "fp8_blocks" in metadata else None
-        return ReferenceLogits(tokens, positions, logits, metadata["compute"], metadata["scaling"], blocks)
+        experts = "fp8_experts" in metadata
+        return ReferenceLogits(tokens, positions, logits, metadata["compute"], metadata["scaling"], blocks, experts)
     except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
         raise RunError(f"{file} is no file of logits to compare with ({error}): name one that a run has written.") from None

@@ -41,6 +41,7 @@ from phalanx.spec.safetensors_index import SIZES
 from phalanx.spec.sources import TOKENIZER_FILE
 from phalanx.training.hf_weights import open_weights
 from phalanx.transforms import fp8
+from phalanx.transforms.fp8_numbers import Scaling
 from phalanx.transforms.precision import computing
 
 _BYTE_END = 256
@@ -332,7 +333,8 @@ def _ours(folder: Path, reference: ReferenceLogits) -> tuple[Tensor, Tensor]:
         exact = part(exact, positions)
         if reference.compute != "fp32":
             if reference.compute == "fp8":
-                fp8.apply([part], "row" if reference.scaling == "row" else "tensor", _CPU, reference.fp8_blocks)
+                scaling: Scaling = "row" if reference.scaling == "row" else "tensor"
+                fp8.apply([part], scaling, _CPU, reference.fp8_blocks, experts=reference.fp8_experts)
             with computing(reference.compute, _CPU):
                 rounded = part(rounded, positions)
         part.to_empty(device=torch.device("meta"))  # frees the block's memory

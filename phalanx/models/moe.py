@@ -155,6 +155,8 @@ class Experts(nn.Module):
         self.down = nn.Parameter(torch.empty(moe.experts, dim, moe.ffn))
         self.read_counts: Callable[[Tensor, int], list[int]] = lambda counts_E, rows: counts_E.tolist()
         """Rows of each expert on the host, from the counts and their sum. A rehearsal, whose tensors have no values, replaces it."""
+        self.multiply: Callable[[Tensor, Tensor, Tensor], Tensor] = grouped_product
+        """Each row times its expert's matrix, from rows, matrices [E, out, in] and where each expert's rows end. fp8 replaces it."""
 
     @property
     def count(self) -> int:
@@ -166,15 +168,22 @@ class Experts(nn.Module):
         the caller takes the gradients of both products instead of their sum."""
         dtype = compute_dtype(x_RD)
         x_RD, weights = x_RD.to(dtype), [weight.to(dtype) for weight in (self.gate, self.up, self.down)]
-        if not _groupable(x_RD, self.gate.shape[1]):
+        inner = self.gate.shape[1]
+        alone = not _groupable(x_RD, inner) if self.multiply is grouped_product else len(x_RD) == 0 or inner == 0
+        if alone:
             return loop_experts(x_RD, self.read_counts(counts_E, len(x_RD)), weights[0], weights[1], weights[2], scales_R)
         if x_RD.device.type == "cuda":
             weights = [ZeroUnusedGradients.apply(weight, counts_E) for weight in weights]
-        gate_EDF, up_EDF, down_EFD = (weight.transpose(1, 2) for weight in weights)
+        gate_EFD, up_EFD, down_EDF = weights
         ends_E = counts_E.cumsum(0, dtype=torch.int32)
-        gate_RF = F.grouped_mm(x_RD, gate_EDF, offs=ends_E)
-        up_RF = F.grouped_mm(x_RD if same_RD is None else same_RD.to(dtype), up_EDF, offs=ends_E)
-        return F.grouped_mm(scaled_swiglu(gate_RF, up_RF, scales_R), down_EFD, offs=ends_E)
+        gate_RF = self.multiply(x_RD, gate_EFD, ends_E)
+        up_RF = self.multiply(x_RD if same_RD is None else same_RD.to(dtype), up_EFD, ends_E)
+        return self.multiply(scaled_swiglu(gate_RF, up_RF, scales_R), down_EDF, ends_E)
+
+
+def grouped_product(x_RD: Tensor, weight_EFD: Tensor, ends_E: Tensor) -> Tensor:
+    """Each row times the transpose of its expert's matrix. Expert e has the rows up to `ends_E`[e]."""
+    return F.grouped_mm(x_RD, weight_EFD.transpose(1, 2), offs=ends_E)
 
 
 class ZeroUnusedGradients(torch.autograd.Function):

@@ -238,6 +238,7 @@ _FORMULAS: dict[Any, Callable[..., int]] = {
     **{getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}"): _attention for kernel in _KERNELS},
     **{getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}_backward"): _attention_backward for kernel in _KERNELS},
     torch.ops.aten._grouped_mm: _grouped_product,
+    torch.ops.aten._scaled_grouped_mm: _grouped_product,
     torch.ops.aten.addmm: lambda _, a, b, *rest, **settings: 2 * a.shape[0] * a.shape[1] * b.shape[1],  # also with a dtype
     document_attention.FORWARD: _document_attention,
     document_attention.BACKWARD: lambda gradient, *rest, **settings: 5 * _document_attention(*rest) // 2,

@@ -161,7 +161,9 @@ def transform(parts: list[nn.Module], run: Run, plan: Plan, mesh: Mesh) -> dict[
     if plan.compute == "fp8":
         if reason := fp8.available(mesh.device):
             raise RunError([f'precision.compute = "fp8" is not available: {reason}; set precision.compute = "bf16".'])
-        applied["fp8"] = fp8.apply(parts, run.precision.fp8_scaling, mesh.device, run.fp8_blocks)
+        applied["fp8"] = fp8.apply(
+            parts, run.precision.fp8_scaling, mesh.device, run.fp8_blocks, experts=run.precision.fp8_experts
+        )
     if memory.compile:
         applied["compile"] = compile.apply(
             parts, selective=memory.recompute == "selective", together=_compiled_together(run, plan, mesh)
@@ -230,6 +232,7 @@ def _engine(parts: list[nn.Module], shards: dict[str, ParamShard], run: Run, pla
         masters=_has_masters(run, plan, mesh),
         residual=residual_dtype(run, plan, mesh),
         keep_gathered=recipe.schedule is not None and recipe.schedule.splits_backward,
+        fp8_gather=run.precision.fp8_gather,
         bucket_bytes=None if run.memory.bucket_size is None else run.memory.bucket_size << 20,
     )
     if sharding.zero == 3:

@@ -46,6 +46,8 @@ class Sharding:
     """Dtype of gradients in communication."""
     keep_gathered: bool = False
     """ZeRO-3: gathered parameters stay until the end of the step, as schedules with split backwards need."""
+    fp8_gather: bool = False
+    """ZeRO-3: weights that are multiplied in fp8 are gathered in it."""
     masters: bool = False
     """ZeRO-0: the model's matrices are in the format of `compute`, next to master weights in fp32. Otherwise they are the master weights."""
     residual: torch.dtype = torch.float32

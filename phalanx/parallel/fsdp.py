@@ -35,6 +35,7 @@ from phalanx.parallel.data_parallel import (
     stays_fp32,
     storage_bytes,
 )
+from phalanx.parallel.fp8_gather import Fp8Gather
 from phalanx.parallel.group import Group
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.sharded_model import Engine, OwnedParam, ParamShard, Recipe
@@ -71,6 +72,7 @@ class FullySharded(Engine):
                 recipe.fill(name, owned[name].value.data, owned[name].shard)
                 self._shards.append((owned[name], cast(DTensor, parameter)))
         self.owned = [owned[name] for name in parameters]
+        self._fp8_gather = _fp8_gather(self._groups, mesh, how)
         self._count = self._begun = 0
         self._pipelined, self._finished = False, True
 
@@ -118,6 +120,8 @@ class FullySharded(Engine):
         for group in self._groups:
             if not group.is_sharded:
                 group.reshard()
+        if self._fp8_gather is not None:
+            self._fp8_gather.agree(stepped=stepped)
         self._rest.updated(stepped=stepped)
 
     def bytes(self) -> dict[str, int]:
@@ -138,6 +142,7 @@ class FullySharded(Engine):
         own, total = sum(owned.value.numel() for owned, _ in self._shards), sum(p.numel() for _, p in self._shards)
         words = f"parameters, gradients and optimizer state: {own:,} of {total:,} elements"
         words += f"; {describe(largest, parameter.shape)}, as {parameter.placements} on a mesh of {tuple(parameter.device_mesh.shape)}"
+        words += f"; {self._fp8_gather.applied()}" if self._fp8_gather is not None else ""
         return words + (f"; of the rest, {self._rest.applied()}" if self._rest.owned else "")
 
     def waits(self) -> list[tuple[Any, str]]:
@@ -261,6 +266,15 @@ def _groups(root: Any) -> list[Any]:
     if hasattr(root, "_fsdp_param_groups"):
         return [group for state in states for group in state._fsdp_param_groups]
     return [state._fsdp_param_group for state in states if state._fsdp_param_group is not None]
+
+
+def _fp8_gather(groups: Sequence[Any], mesh: Mesh, how: Sharding) -> Fp8Gather | None:
+    """Gathering in fp8, if the run asks for it and computes."""
+    if not how.fp8_gather or mesh.device.type == "meta":
+        return None
+    gather = Fp8Gather((param for group in groups for param in group.fsdp_params), how.groups(mesh)[0])
+    gather.agree()
+    return gather
 
 
 def _own(name: str, parameter: nn.Parameter, shard: ParamShard) -> OwnedParam:

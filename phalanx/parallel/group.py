@@ -61,6 +61,12 @@ class Group:
             timed_collective(dist.all_reduce, values, group=self.handle)
         return values
 
+    def all_reduce_max(self, values: Tensor) -> Tensor:
+        """Maximum over the group, in place."""
+        if self.handle is not None:
+            timed_collective(dist.all_reduce, values, op=dist.ReduceOp.MAX, group=self.handle)
+        return values
+
     def start_all_reduce(self, values: Tensor) -> dist.Work | None:
         """Begin to sum over the group, in place. None: the group is one rank and the sum is complete."""
         return None if self.handle is None else dist.all_reduce(values, group=self.handle, async_op=True)

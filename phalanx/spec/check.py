@@ -384,7 +384,7 @@ _MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 def model_findings(run: Run) -> Iterator[Finding]:
     """Problems between the keys of [model], and with train.sequence_length. A custom module gives the sizes a meaning of its own."""
     sizes = decoder_rules if run.model.is_builtin else ()
-    return apply_rules(run, _start, config_problems, _module, *sizes, _bf16_blocks, _lora)
+    return apply_rules(run, _start, config_problems, _module, *sizes, _bf16_blocks, _fp8_experts, _fp8_gather, _lora)
 
 
 def _start(run: Run) -> Iterator[str | Finding]:
@@ -465,6 +465,37 @@ def _bf16_blocks(run: Run) -> Iterator[str]:
         elif precision.bf16_first + precision.bf16_last >= run.model.layers:
             yield f'$precision.{key} leaves no block to fp8: the model has {run.model.layers} of them, so set a smaller number or precision.compute = "bf16".'
             return
+
+
+def _fp8_experts(run: Run) -> Iterator[str]:
+    precision, model = run.precision, run.model
+    if not precision.fp8_experts:
+        return
+    if precision.compute != "fp8":
+        compute = "$precision.compute" if precision.compute else "$(precision.compute)precision.compute is not given"
+        yield f'$precision.fp8_experts is for a run in fp8, but {compute}: set precision.compute = "fp8", or remove precision.fp8_experts.'
+    elif not model.is_builtin:
+        yield f"$precision.fp8_experts is for the experts of the built-in decoder, but {custom(model)} defines the model: remove precision.fp8_experts."
+    elif model.moe is None:
+        yield "$precision.fp8_experts is for routed experts, but this model has none: remove precision.fp8_experts."
+    elif run.lora.rank is not None:
+        yield "$precision.fp8_experts is for experts that are trained whole, but $lora.rank: remove precision.fp8_experts, or lora.rank."
+
+
+def _fp8_gather(run: Run) -> Iterator[str]:
+    precision = run.precision
+    if not precision.fp8_gather:
+        return
+    if precision.compute != "fp8":
+        compute = "$precision.compute" if precision.compute else "$(precision.compute)precision.compute is not given"
+        yield f'$precision.fp8_gather is for weights that are multiplied in fp8, but {compute}: set precision.compute = "fp8", or remove precision.fp8_gather.'
+    elif precision.fp8_scaling == "row":
+        yield (
+            "$precision.fp8_gather needs one scale per weight, but $precision.fp8_scaling: the forward and the backward round rows and columns with scales "
+            'of their own; set precision.fp8_scaling = "tensor", or remove precision.fp8_gather.'
+        )
+    if run.layout.zero < 3:
+        yield "$precision.fp8_gather is for weights that ranks gather when they compute, but $layout.zero: set layout.zero = 3, or remove precision.fp8_gather."
 
 
 def _lora(run: Run) -> Iterator[str]:

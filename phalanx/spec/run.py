@@ -230,6 +230,10 @@ class Precision:
     """fp8: blocks at the beginning of the model that compute in bf16."""
     bf16_last: int = field(default=0, metadata=within(0))
     """fp8: blocks at the end of the model that compute in bf16."""
+    fp8_experts: bool = False
+    """fp8: routed experts multiply in it, too, with a scale per row; otherwise they are in bf16."""
+    fp8_gather: bool = False
+    """fp8 with one scale per tensor: ZeRO-3 gathers the weights that are multiplied in fp8 in it, half the bytes, with the same result."""
     loss_scale: float = field(default=65536.0, metadata=within(above=0.0))
     """fp16: initial loss scale; halved after a step that overflows, doubled after many that do not."""
     reduce: Literal["fp32", "bf16"] = "fp32"

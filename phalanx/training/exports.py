@@ -168,7 +168,13 @@ def reference_logits(stepper: Stepper, run: Run, plan: Plan) -> ReferenceLogits:
     tokens_S = prompt(run, plan.layout)
     kept_K = np.unique(np.linspace(0, len(tokens_S) - 1, _PROMPT_TOKENS).round().astype(np.int64))
     whole_KV = live_logits(stepper, run, plan.layout, tokens_S, kept_K)
-    scaling = run.precision.fp8_scaling
+    precision = run.precision
     return ReferenceLogits(
-        torch.from_numpy(tokens_S), torch.from_numpy(kept_K), whole_KV.cpu(), plan.compute, scaling, run.fp8_blocks
+        torch.from_numpy(tokens_S),
+        torch.from_numpy(kept_K),
+        whole_KV.cpu(),
+        plan.compute,
+        precision.fp8_scaling,
+        run.fp8_blocks,
+        precision.fp8_experts,
     )

@@ -105,8 +105,8 @@ class _BlockForward:
             not tensor.is_floating_point()
             or (self.stream is not None and tensor.device.type == "cpu")  # bookkeeping of activation checkpointing
             or tensor.numel() * tensor.element_size() < self.offloader.min_bytes
-            or tensor.untyped_storage().data_ptr() in self._shared
             or type(tensor) not in MOVED  # parameters, and tensor subclasses
+            or tensor.untyped_storage().data_ptr() in self._shared
             or _of_parameter(tensor)
         )
 

@@ -10,7 +10,9 @@ Scales follow from the largest absolute value of each current tensor and are pow
 fp8 numbers, except for negligible ones, and tensor parallel ranks compute what one device does, without communication. Rounding is
 transparent to the gradient (straight-through). Results are bf16.
 
-Only nn.Linear inside blocks is changed. Router, routed experts (a grouped product of stacked weights), embedding and head are not.
+Weights are rounded from bf16, whatever the layout stores them in. Sharded ones may have been gathered in fp8 (`parallel/fp8_gather`).
+
+Only nn.Linear inside blocks is changed, and on request routed experts (`transforms/fp8_experts`). Router, embedding and head are not.
 On CPUs the rounded numbers are multiplied in fp32.
 """
 
@@ -18,20 +20,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from phalanx import accelerator
+from phalanx.transforms import fp8_experts
 from phalanx.transforms.blocks import block_number, blocks, named
+from phalanx.transforms.fp8_numbers import E4M3, E5M2, Rounded, Scaling, rounded
+from phalanx.transforms.fp8_weight import Weight8
 
-Scaling = Literal["tensor", "row"]
-
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-_TINY = 2.0**-80
-"""A tensor whose largest value is below this counts as zero: its scale would overflow fp32."""
 _ALIGN = 16
 """The kernel needs matrices whose sides are multiples of this; others are padded with zeros, which does not change the result."""
 
@@ -52,9 +52,16 @@ def available(device: torch.device) -> str | None:
     return None
 
 
-def apply(parts: Sequence[nn.Module], scaling: Scaling, device: torch.device, numbers: range | None = None) -> str:
+def apply(
+    parts: Sequence[nn.Module],
+    scaling: Scaling,
+    device: torch.device,
+    numbers: range | None = None,
+    *,
+    experts: bool = False,
+) -> str:
     """Make the linear layers inside the blocks compute in fp8; returns a description. `numbers`: blocks of the whole model to which this
-    applies, such as all but the first and the last; None: all."""
+    applies, such as all but the first and the last; None: all. `experts`: routed experts too."""
     changed, every = 0, blocks(parts, 'precision.compute = "fp8"')
     owners = {name: block for name, block in every.items() if numbers is None or block_number(name, parts) in numbers}
     for block in owners.values():
@@ -63,14 +70,16 @@ def apply(parts: Sequence[nn.Module], scaling: Scaling, device: torch.device, nu
                 module.__class__ = Linear8
                 module.scaling = scaling  # type: ignore[assignment]
                 changed += 1
+    layers = fp8_experts.apply(owners, device) if experts else 0
     kind = "forward e4m3, gradients e5m2" if scaling == "tensor" else "e4m3, weight gradients in bf16"
     where = "multiplied in fp32 after rounding, since this is a CPU" if device.type == "cpu" else "torch._scaled_mm"
     if not owners:
         return f"none here: {named(list(every)) or 'a stage without blocks'} in bf16"
     rest = [name for name in every if name not in owners]
+    also = f"; routed experts of {layers} layers: e4m3, weight gradients in bf16, one scale per row" if layers else ""
     return (
-        f"{changed} linear layers of {named(list(owners))}: {kind}, one power-of-two scale per {scaling}, {where}; "
-        f"{named(rest) + ', ' if rest else ''}router, routed experts, embedding and head in bf16"
+        f"{changed} linear layers of {named(list(owners))}: {kind}, one power-of-two scale per {scaling}, {where}{also}; "
+        f"{named(rest) + ', ' if rest else ''}router{'' if layers else ', routed experts'}, embedding and head in bf16"
     )
 
 
@@ -105,7 +114,7 @@ class _Linear(torch.autograd.Function):
             ctx.save_for_backward(x.values, x.scale, weight_NK)
         else:
             ctx.save_for_backward(x_MK.to(torch.bfloat16), weight_NK)
-        return multiply(x, rounded(weight_NK, E4M3, scaling), fast=True)
+        return multiply(x, rounded_weight(weight_NK, scaling), fast=True)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
@@ -114,7 +123,7 @@ class _Linear(torch.autograd.Function):
         gradient = rounded(gradient_MN, E5M2 if scaling == "tensor" else E4M3, scaling)
         x_grad = weight_grad = None
         if ctx.needs_input_grad[0]:
-            x_grad = multiply(gradient, rounded(weight_NK.t(), E4M3, scaling)).to(ctx.types[0])
+            x_grad = multiply(gradient, _transposed(weight_NK, scaling)).to(ctx.types[0])
         if ctx.needs_input_grad[1] and scaling == "tensor":
             weight_grad = multiply(gradient.t(), Rounded(*saved).t()).to(ctx.types[1])
         elif ctx.needs_input_grad[1]:
@@ -123,25 +132,16 @@ class _Linear(torch.autograd.Function):
         return x_grad, weight_grad, None
 
 
-class Rounded(NamedTuple):
-    """A matrix in fp8."""
-
-    values: Tensor
-    scale: Tensor
-    """The factor it was multiplied by: one number, or one per row, [rows, 1]."""
-
-    def t(self) -> Rounded:
-        """The transpose; only with one scale per tensor."""
-        return Rounded(self.values.t(), self.scale)
+def rounded_weight(weight: Tensor, scaling: Scaling) -> Rounded:
+    """A weight in fp8, from its values in bf16: those of a master weight in fp32 may round otherwise, and numbers would depend on the layout."""
+    if isinstance(weight, Weight8):
+        return Rounded(weight.numbers, weight.scale)
+    return rounded(weight.to(torch.bfloat16), E4M3, scaling)
 
 
-def rounded(x: Tensor, dtype: torch.dtype, scaling: Scaling) -> Rounded:
-    """A matrix in fp8. A product sums along the rows, so that the scale of a row can be divided out afterwards."""
-    largest = x.abs().amax() if scaling == "tensor" else x.abs().amax(dim=1, keepdim=True)
-    ideal = torch.finfo(dtype).max / largest.float().clamp(min=_TINY)
-    # Clearing the mantissa rounds down to a power of two; multiplying by it is exact.
-    scale = (ideal.view(torch.int32) & 0x7F800000).view(torch.float32)
-    return Rounded((x * scale.to(x.dtype)).to(dtype), scale)
+def _transposed(weight: Tensor, scaling: Scaling) -> Rounded:
+    """The transpose of a weight in fp8."""
+    return rounded_weight(weight, scaling).t() if scaling == "tensor" else rounded_weight(weight.t(), scaling)
 
 
 def multiply(a_MK: Rounded, b_NK: Rounded, fast: bool = False) -> Tensor:

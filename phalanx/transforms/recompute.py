@@ -28,7 +28,7 @@ from phalanx.transforms.dropout import Dropout
 STORED = frozenset(kernel.FORWARD.default for kernel in (document_attention, router_product, sink_attention)) | frozenset(
     getattr(torch.ops.aten, name).default
     for name in (
-        "mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_grouped_mm", "_scaled_dot_product_flash_attention",
+        "mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_grouped_mm", "_scaled_grouped_mm", "_scaled_dot_product_flash_attention",
         "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_efficient_attention",
         "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_fused_attention_overrideable",
     )
@@ -39,7 +39,9 @@ EXPANSION = 32
 keys and values of latent attention."""
 _EXPANDING = {torch.ops.aten.mm.default: 0, torch.ops.aten.addmm.default: 1}
 """Operations and the place of the narrow argument."""
-_PRODUCTS = frozenset(getattr(torch.ops.aten, name).default for name in ("mm", "addmm", "_scaled_mm", "_grouped_mm"))
+_PRODUCTS = frozenset(
+    getattr(torch.ops.aten, name).default for name in ("mm", "addmm", "_scaled_mm", "_grouped_mm", "_scaled_grouped_mm")
+)
 """Of those, the ones of linear layers and experts."""
 
 

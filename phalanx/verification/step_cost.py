@@ -99,7 +99,10 @@ def _sent(run: Run, plan: Plan, each: float) -> dict[str, float]:
         sent["data"] = 2 * _remote_part(replicas) * each / layout.shard * wire
     if layout.shard > 1:  # ZeRO-3 gathers for the forward and again for the backward, as nothing is cached between them
         gathers = (2 * times if layout.zero == 3 else 1) * number
-        sent["shard"] = _remote_part(layout.shard) * each * (gathers + (1 if layout.zero == 1 else times) * wire)
+        bytes_ = each * (gathers + (1 if layout.zero == 1 else times) * wire)
+        if run.precision.fp8_gather and layout.zero == 3 and model.is_builtin:
+            bytes_ -= 2 * times * _linear_in_fp8(run) / (layout.tensor * layout.pipeline)
+        sent["shard"] = _remote_part(layout.shard) * bytes_
     if layout.tensor > 1:
         # A sum after attention and feed-forward, and in the backward before them; one after the embedding and one before the head.
         sums = (4 * model.layers + 2) / layout.pipeline
@@ -114,6 +117,16 @@ def _sent(run: Run, plan: Plan, each: float) -> dict[str, float]:
         rows = (model.layers - model.dense_layers) / layout.pipeline * times * tokens / layout.tensor * model.moe.active
         sent["expert"] = 4 * _remote_part(layout.expert) * rows * model.dim * number
     return sent
+
+
+def _linear_in_fp8(run: Run) -> float:
+    """Parameters of the linear layers that compute in fp8."""
+    model, sparse = run.model, run.model.layers - run.model.dense_layers
+    shared = model.moe.shared * model.moe.ffn if model.moe is not None else 0
+    matrices = model.layers * model.attention_matrices() + model.dim * (
+        (2 + model.gated) * model.dense_layers * model.hidden + 3 * sparse * shared
+    )
+    return matrices if run.fp8_blocks is None else matrices * len(run.fp8_blocks) / model.layers
 
 
 def _remote_part(ranks: int) -> float:

@@ -93,6 +93,20 @@ def test_eight_bits_between_blocks_in_sixteen(made: Saved) -> None:
     assert read_reference(file).fp8_blocks == range(1, 2)
 
 
+def test_eight_bits_in_experts(made: Saved) -> None:
+    folder, _ = made("mixtral")
+    model = open_model(folder, "cpu").model
+    fp8.apply([model], "tensor", torch.device("cpu"), experts=True)
+    with torch.no_grad(), computing("fp8", torch.device("cpu")):
+        said = model(TOKENS[None], torch.arange(16)[None])[0].float()
+    known = ReferenceLogits(TOKENS, PLACES, said, "fp8", "tensor", fp8_experts=True)
+    match = convert.check(folder, known)
+    assert match.difference <= match.allowed < 1
+    file = folder / "some.logits"
+    known.write(file)
+    assert read_reference(file).fp8_experts
+
+
 def test_the_library_opens_it_where_it_is_installed_and_fits(made: Saved, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, theirs = made("qwen3")
     monkeypatch.undo()

@@ -63,6 +63,12 @@ MORE: dict[str, tuple[str, Layout, tuple[str, ...]]] = {
     "local SGD": ("dense", Layout(data=2, shard=2), ("optimizer.sync_every=2",)),
 }
 """What moves data between device and host, or has its own way of communicating."""
+IN_FP8: dict[str, tuple[str, Layout, tuple[str, ...]]] = {
+    "gathered": ("dense", Layout(data=1, shard=4), ()),
+    "gathered, hybrid": ("dense", Layout(data=2, shard=2), ("memory.recompute=full",)),
+    "gathered, compiled": ("dense", Layout(data=1, shard=4), ("memory.compile=true",)),
+}
+"""ZeRO-3, whose weights are gathered in fp8."""
 
 
 def say(name: str, **values: Any) -> None:
@@ -113,6 +119,10 @@ def main(checks: list[str]) -> None:
             elif check == "more":
                 for name, (model, layout, overrides) in MORE.items():
                     plain = ("precision.compute=fp32", "memory.compile=false")
+                    prove(check, name, run_of(model, layout, *plain, *overrides), pool, gpus)
+            elif check == "fp8":
+                for name, (model, layout, overrides) in IN_FP8.items():
+                    plain = ("precision.compute=fp8", "precision.fp8_gather=true", "memory.compile=false")
                     prove(check, name, run_of(model, layout, *plain, *overrides), pool, gpus)
             else:
                 for name, row in LAYOUTS.items():

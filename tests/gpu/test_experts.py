@@ -61,6 +61,33 @@ for ours, theirs in zip(ways["grouped"], ways["loop"], strict=True):
 print("equal")
 """
 
+GROUPED_IN_FP8 = """
+import torch
+from phalanx.transforms.fp8_experts import available, multiply_experts
+
+if reason := available(torch.device("cuda")):
+    print("lacking:", reason)
+    raise SystemExit
+torch.manual_seed(0)
+for counts in ([16] * 8, [5, 0, 130, 1, 64, 0, 33, 7], [240, 0, 0, 0, 0, 0, 0, 0]):
+    for inner, outer in ((64, 96), (2048, 768), (768, 2048)):
+        ends = torch.tensor(counts).cumsum(0, dtype=torch.int32)
+        x = torch.randn(sum(counts), inner) * torch.randn(sum(counts), 1).exp()
+        weight = 0.1 * torch.randn(8, outer, inner) * torch.randn(8, outer, 1).exp()
+        upstream = torch.randn(sum(counts), outer).to(torch.bfloat16)
+        found = []
+        for device in ("cpu", "cuda"):  # emulated, and by the kernel
+            given = [value.to(device).detach().requires_grad_() for value in (x, weight)]
+            y = multiply_experts(*given, ends.to(device))
+            y.backward(upstream.to(device))
+            found.append([y, given[0].grad, given[1].grad[[bool(count) for count in counts]]])
+        for emulated, ours in zip(*found, strict=True):
+            ours = ours.float().cpu()
+            distance = (ours - emulated.float()).norm() / emulated.float().norm()
+            assert distance < 5e-3, (counts, inner, outer, distance)
+print("equal")
+"""
+
 
 def run(environment: dict[str, str], *words: str, timeout: float = 300) -> str:
     done = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=timeout, env=environment)
@@ -70,6 +97,27 @@ def run(environment: dict[str, str], *words: str, timeout: float = 300) -> str:
 
 def test_the_grouped_product_equals_the_loop(gpu_environment: dict[str, str]) -> None:
     assert "equal" in run(gpu_environment, "-c", GROUPED)
+
+
+def test_the_grouped_product_in_fp8_equals_its_emulation(gpu_environment: dict[str, str]) -> None:
+    """With groups of any number of rows, none among them."""
+    told = run(gpu_environment, "-c", GROUPED_IN_FP8)
+    if told.startswith("lacking:"):
+        pytest.skip(told.strip())
+    assert "equal" in told
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective"])
+def test_experts_train_in_fp8(recompute: str, tmp_path: Path, gpu_environment: dict[str, str]) -> None:
+    lacking = "import torch; from phalanx.transforms.fp8_experts import available; print(available(torch.device('cuda')) or '')"
+    if reason := run(gpu_environment, "-c", lacking).strip():
+        pytest.skip(reason)
+    file = tmp_path / "run.toml"
+    file.write_text(RUN.format(preset="tiny-moe"))
+    words = ("precision.compute=fp8", "precision.fp8_experts=true", f"memory.recompute={recompute}")
+    told = run(gpu_environment, "-m", "phalanx", "train", str(file), *words, "--run-dir", str(tmp_path / "run"), "--json")
+    result = json.loads(told.splitlines()[-1])
+    assert result["loss"] < 2.8 and result["first_loss"] > 5
 
 
 @pytest.mark.parametrize("preset", ["tiny-moe", "tiny-mla"])

@@ -64,6 +64,16 @@ def test_what_moves_between_device_and_host_computes_the_same(gpu_environment: d
     assert failed(found) == []
 
 
+def test_weights_gathered_in_fp8_compute_the_same(gpu_environment: dict[str, str]) -> None:
+    code = "import torch; from phalanx.transforms import fp8; print(fp8.available(torch.device('cuda')) or '')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=gpu_environment, check=True)
+    if reason := done.stdout.strip():
+        pytest.skip(reason)
+    found = checks(gpu_environment, "fp8")
+    assert len(found) == 3 and {one["precision"] for one in found} == {"fp8"}
+    assert failed(found) == []
+
+
 def test_the_defaults_of_training_compile_blocks_and_compute_the_same(gpu_environment: dict[str, str]) -> None:
     found = checks(gpu_environment, "compiled")
     assert len(found) == 7 and all(one["compiled"] and one["precision"] == "bf16" for one in found)

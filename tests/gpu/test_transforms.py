@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from dataclasses import replace
 from phalanx.models.init import build, materialize
 from phalanx.spec.model import PRESETS
-from phalanx.transforms import activations, compile, fp8, recompute
+from phalanx.transforms import activations, compile, fp8, fp8_numbers, recompute
 from phalanx.transforms.precision import computing
 
 GPU = torch.device("cuda")
@@ -55,8 +55,8 @@ if fp8.available(GPU) is None:
         low = learned("tiny-dense", "fp8", lambda parts: fp8.apply(parts, scaling, GPU))
         assert distance(low, exact) < 0.15, distance(low, exact)
         for m, k, n in ((64, 128, 96), (33, 40, 24)):
-            a = fp8.rounded(torch.randn(m, k, device=GPU), fp8.E4M3, scaling)
-            b = fp8.rounded(torch.randn(n, k, device=GPU), fp8.E4M3, scaling)
+            a = fp8_numbers.rounded(torch.randn(m, k, device=GPU), fp8_numbers.E4M3, scaling)
+            b = fp8_numbers.rounded(torch.randn(n, k, device=GPU), fp8_numbers.E4M3, scaling)
             mine, kernel = fp8._by_emulation(a, b, False).float(), fp8._by_kernel(a, b, False).float()
             assert (mine - kernel).norm() < 5e-3 * mine.norm()
 print("agree")
@@ -87,11 +87,48 @@ assert said == [], said
 print("agree")
 """
 
+GATHERED = """
+from phalanx.transforms.fp8_weight import Weight8
 
-@pytest.mark.parametrize("code", [FORMATS, MEMORY, COMPILED], ids=["formats", "memory", "compiled"])
+found = []
+for stored_in_8 in (False, True):  # as a sharded weight that was gathered in fp8 is
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        layer = torch.nn.Sequential(torch.nn.Linear(256, 512, bias=False))
+        model = torch.nn.Module()
+        model.blocks = torch.nn.ModuleList([layer])
+        fp8.apply([model], "tensor", GPU)
+        weight = layer[0].weight.detach().to(GPU, torch.bfloat16)
+        part = fp8_numbers.rounded(weight, fp8_numbers.E4M3, "tensor")
+        parameter = torch.nn.Parameter(Weight8(part.values, part.scale, torch.bfloat16) if stored_in_8 else weight)
+        layer[0]._parameters["weight"] = parameter
+        x = torch.randn(64, 256, device=GPU).requires_grad_()
+        y = (torch.compile(layer) if compiled else layer)(x)
+        y.float().square().sum().backward()
+        assert parameter.grad.dtype == torch.bfloat16
+        found.append((y, x.grad, parameter.grad))
+for other in found[2:]:
+    for ours, theirs in zip(other, found[0], strict=True):
+        assert (ours.float() - theirs.float()).norm() < 5e-3 * theirs.float().norm()
+assert all(torch.equal(ours, theirs) for ours, theirs in zip(found[2], found[0], strict=True))
+print("agree")
+"""
+
+
+@pytest.mark.parametrize(
+    "code", [FORMATS, MEMORY, COMPILED, GATHERED], ids=["formats", "memory", "compiled", "gathered in fp8"]
+)
 def test_on_a_gpu(code: str, gpu_environment: dict[str, str]) -> None:
+    if code == GATHERED and "8.9" in (reason := _without_fp8(gpu_environment)):
+        pytest.skip(reason)
     done = subprocess.run(
         [sys.executable, "-c", START + code], capture_output=True, text=True, timeout=500, env=gpu_environment
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.endswith("agree\n")
+
+
+def _without_fp8(environment: dict[str, str]) -> str:
+    """Why the GPU cannot compute in fp8; empty: it can."""
+    code = "import torch; from phalanx.transforms import fp8; print(fp8.available(torch.device('cuda')) or '')"
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True).stdout

@@ -126,7 +126,7 @@ def rehearsed(run: Run) -> int:
     assert train.micro_batch is not None
     plan = Plan(
         layout=layout, device="cuda", threads=1, micro_batch=train.micro_batch, accumulation=run.batch // layout.replicas // train.micro_batch,
-        compute="bf16", parameters=0, flops_per_token=0.0, peak_flops=None,
+        compute=run.precision.compute or "bf16", parameters=0, flops_per_token=0.0, peak_flops=None,
     )  # fmt: skip
     places = sorted({0, layout.pipeline // 2, layout.pipeline - 1})
     stage = RehearsalDevice(card=card("h100"))
@@ -138,6 +138,16 @@ def rehearsed(run: Run) -> int:
 def test_a_small_run(number: int) -> None:
     run, _ = QUICK[number]
     assert foretold(run) == pytest.approx(rehearsed(run), rel=0.1)
+
+
+def test_gathering_in_fp8_saves_what_a_rehearsal_says() -> None:
+    spec = replace(PRESETS["llama3.2-1b"], vocab=1024)
+    run, _ = case(spec, 4, 16, 512, Layout(data=1, shard=8, zero=3), micro_batch=2, recompute="full")
+    in_16, in_8 = (replace(run, precision=Precision(compute="fp8", fp8_gather=gather)) for gather in (False, True))
+    saved = rehearsed(in_16) - rehearsed(in_8)
+    assert saved == pytest.approx(foretold(in_16) - foretold(in_8), rel=0.02)
+    block = spec.attention_matrices() + 3 * spec.dim * spec.hidden
+    assert saved == pytest.approx(2 * block, rel=0.02)  # two gathered blocks, a byte per value
 
 
 @pytest.mark.slow

@@ -168,3 +168,25 @@ def test_stages_cut_by_cost_share_the_head() -> None:
     job = work(pipeline=4, ranks=32, data=8)
     whole, shared = (float(step_times(job, Rates(balanced=part)).pieces["head"]) for part in (0.0, 1.0))
     assert shared == pytest.approx(whole / 4)
+
+
+def test_gathering_in_fp8_sends_a_byte_less_for_each_value_of_a_linear_layer() -> None:
+    rates, spec = replace(IDEAL, data_hidden=0.0, gathering=0.0, latency=0.0), PRESETS["llama3-8b"]
+    plain, less = (step_times(work(data=1, shard=8, zero=3, fp8_gather=bytes_), rates).parts["data"] for bytes_ in (0, 1))
+    linear = spec.layers * (spec.attention_matrices() + 3 * spec.dim * spec.hidden)
+    # A value is gathered twice in bf16, and its gradient is sent once in fp32.
+    assert less / plain == pytest.approx(1 - 2 * linear / (8 * spec.parameters()), rel=1e-4)
+    assert step_times(work(data=1, shard=8, zero=1, fp8_gather=1), rates).step == pytest.approx(
+        step_times(work(data=1, shard=8, zero=1), rates).step
+    )
+
+
+def test_two_of_three_products_of_experts_are_faster_in_fp8() -> None:
+    rates, moe = replace(IDEAL, eight=0.0, rounding=0.0), PRESETS["mixtral-8x7b"].moe
+    assert moe is not None
+    plain, fast = (block_time(work("mixtral-8x7b", peak=2 * 989e12, fp8_experts=share), rates) for share in (0, 1))
+    flops = 8192 * moe.active * 6 * PRESETS["mixtral-8x7b"].dim * moe.ffn
+    assert plain.matrices - fast.matrices == pytest.approx(flops / 3 / 989e12, rel=1e-6)
+    # Whose inputs, gradients and weights are read and written once more.
+    rounding = block_time(work("mixtral-8x7b", fp8_experts=1), replace(rates, rounding=15.0))
+    assert rounding.moved > fast.moved

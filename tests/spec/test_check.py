@@ -12,7 +12,7 @@ from phalanx.spec.keys import find_key, is_table
 from phalanx.spec.layout import Layout
 from phalanx.spec.load import loads
 from phalanx.spec.model import Mla, ModelSpec, Moe, RopeScaling
-from phalanx.spec.run import Checkpoint, Cluster, Data, Memory, MixedSource, Optimizer, Precision, Resilience, Run, Train
+from phalanx.spec.run import Checkpoint, Cluster, Data, Lora, Memory, MixedSource, Optimizer, Precision, Resilience, Run, Train
 
 BASE = Run(train=Train(batch=8, steps=10, sequence_length=64))
 
@@ -276,6 +276,30 @@ CONFLICTS = {
     "no block for fp8": (
         replace(BASE, precision=Precision(compute="fp8", bf16_first=2, bf16_last=2)),
         ["precision.bf16_first = 2", "the model has 4 of them", 'precision.compute = "bf16"'],
+    ),
+    "experts in fp8 without fp8": (
+        replace(moe(), precision=Precision(compute="bf16", fp8_experts=True)),
+        ["precision.fp8_experts = true", 'precision.compute = "bf16"', "remove precision.fp8_experts"],
+    ),
+    "no experts for fp8": (
+        replace(BASE, precision=Precision(compute="fp8", fp8_experts=True)),
+        ["precision.fp8_experts = true", "this model has none", "remove precision.fp8_experts"],
+    ),
+    "experts in fp8 with adapters": (
+        replace(moe(), precision=Precision(compute="fp8", fp8_experts=True), lora=Lora(rank=4)),
+        ["precision.fp8_experts = true", "lora.rank = 4", "remove precision.fp8_experts"],
+    ),
+    "gathering in fp8 without fp8": (
+        replace(BASE, precision=Precision(compute="bf16", fp8_gather=True)),
+        ["precision.fp8_gather = true", 'precision.compute = "bf16"', "remove precision.fp8_gather"],
+    ),
+    "gathering in fp8 by rows": (
+        replace(BASE, precision=Precision(compute="fp8", fp8_scaling="row", fp8_gather=True)),
+        ["precision.fp8_gather = true", 'precision.fp8_scaling = "row"', 'precision.fp8_scaling = "tensor"'],
+    ),
+    "gathering in fp8 without gathering": (
+        replace(layout(shard=2, zero=1), precision=Precision(compute="fp8", fp8_gather=True)),
+        ["precision.fp8_gather = true", "layout.zero = 1", "layout.zero = 3"],
     ),
     "context": (layout(context=3), ["train.sequence_length = 64", "2 × layout.context = 6", "60 or 66"]),
 }

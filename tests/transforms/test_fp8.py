@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 
 import pytest
@@ -10,7 +11,9 @@ from transforms.small import CPU, KINDS, made, trained
 
 from phalanx.models.init import build
 from phalanx.transforms import fp8
-from phalanx.transforms.fp8 import E4M3, E5M2, Linear8, available, linear, multiply, product_of, rounded
+from phalanx.transforms.fp8 import Linear8, available, linear, multiply, product_of
+from phalanx.transforms.fp8_numbers import E4M3, E5M2, Scaling, rounded
+from phalanx.transforms.fp8_weight import Weight8
 
 
 def numbers(*shape: int, seed: int = 0, spread: float = 1.0) -> Tensor:
@@ -21,7 +24,7 @@ def numbers(*shape: int, seed: int = 0, spread: float = 1.0) -> Tensor:
 
 @pytest.mark.parametrize("scaling", ["tensor", "row"])
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
-def test_scales_are_the_largest_powers_of_two_that_fit(dtype: torch.dtype, scaling: fp8.Scaling) -> None:
+def test_scales_are_the_largest_powers_of_two_that_fit(dtype: torch.dtype, scaling: Scaling) -> None:
     x = numbers(40, 24, spread=3.0)
     found = rounded(x, dtype, scaling)
     largest = x.abs().amax() if scaling == "tensor" else x.abs().amax(1, keepdim=True)
@@ -35,7 +38,7 @@ def test_scales_are_the_largest_powers_of_two_that_fit(dtype: torch.dtype, scali
 
 @pytest.mark.parametrize("scaling", ["tensor", "row"])
 @pytest.mark.parametrize("sizes", [(32, 64, 48), (33, 40, 20), (1, 16, 16)])
-def test_emulation_equals_the_kernel(sizes: tuple[int, int, int], scaling: fp8.Scaling) -> None:
+def test_emulation_equals_the_kernel(sizes: tuple[int, int, int], scaling: Scaling) -> None:
     """torch has the kernel for CPUs too, in newer versions also for rows; odd sizes are filled up."""
     rows, inner, columns = sizes
     for dtype in (E4M3, E5M2):
@@ -52,7 +55,7 @@ def test_emulation_equals_the_kernel(sizes: tuple[int, int, int], scaling: fp8.S
 
 
 @pytest.mark.parametrize("scaling", ["tensor", "row"])
-def test_gradients_are_those_of_the_rounded_numbers(scaling: fp8.Scaling) -> None:
+def test_gradients_are_those_of_the_rounded_numbers(scaling: Scaling) -> None:
     x, weight, bias = numbers(3, 11, 32), numbers(20, 32, seed=1, spread=0.3), numbers(20, 1, seed=2)[:, 0]
     given = [tensor.clone().requires_grad_() for tensor in (x, weight, bias)]
     upstream = numbers(3, 11, 20, seed=3).to(torch.bfloat16)
@@ -64,10 +67,11 @@ def test_gradients_are_those_of_the_rounded_numbers(scaling: fp8.Scaling) -> Non
         return part.values.double() / part.scale
 
     g = upstream.flatten(0, 1)
-    x8, w8 = back(x.flatten(0, 1), E4M3), back(weight, E4M3)
+    half = weight.to(torch.bfloat16)  # whatever a layout stores, weights are rounded from bf16
+    x8, w8 = back(x.flatten(0, 1), E4M3), back(half, E4M3)
     g8 = back(g, E5M2 if scaling == "tensor" else E4M3)
     wanted_weight = g8.t() @ x8 if scaling == "tensor" else g.double().t() @ x.flatten(0, 1).to(torch.bfloat16).double()
-    wanted = [(g8 @ back(weight.t(), E4M3).t()).view(x.shape), wanted_weight, g.double().sum(0)]
+    wanted = [(g8 @ back(half.t(), E4M3).t()).view(x.shape), wanted_weight, g.double().sum(0)]
     assert out.dtype == torch.bfloat16
     exact = (x8 @ w8.t() + bias).view(out.shape)
     assert (out - exact).norm() <= 4e-3 * exact.norm()  # bf16 rounds by at most 2^-9
@@ -77,7 +81,7 @@ def test_gradients_are_those_of_the_rounded_numbers(scaling: fp8.Scaling) -> Non
 
 
 @pytest.mark.parametrize("scaling", ["tensor", "row"])
-def test_slices_are_rounded_like_the_whole(scaling: fp8.Scaling) -> None:
+def test_slices_are_rounded_like_the_whole(scaling: Scaling) -> None:
     """So that ranks that share a matrix compute what one rank does."""
     x = numbers(64, 64, spread=1.0)
 
@@ -89,6 +93,26 @@ def test_slices_are_rounded_like_the_whole(scaling: fp8.Scaling) -> None:
     for dim in (0, 1):
         sliced = torch.cat([value(part) for part in x.chunk(4, dim)], dim)
         assert (sliced - whole).norm() <= 1e-5 * whole.norm()
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_weight_that_is_stored_in_fp8_multiplies_like_one_in_bf16(compiled: bool) -> None:
+    x, weight = numbers(3, 11, 32), numbers(20, 32, seed=1, spread=0.3).to(torch.bfloat16)
+    stored = rounded(weight, E4M3, "tensor")
+    found = []
+    for parameter in (nn.Parameter(weight), nn.Parameter(Weight8(stored.values, stored.scale, torch.bfloat16))):
+        layer = nn.Sequential(nn.Linear(32, 20, bias=False))
+        model = nn.Module()
+        model.blocks = nn.ModuleList([layer])
+        fp8.apply([model], "tensor", CPU)
+        layer[0]._parameters["weight"] = parameter  # as FSDP2 does
+        given = x.clone().requires_grad_()
+        with warnings.catch_warnings(action="ignore"):  # warnings of compilers are for their authors
+            y = (torch.compile(layer, backend="aot_eager", fullgraph=True) if compiled else layer)(given)
+        y.backward(numbers(3, 11, 20, seed=3).to(torch.bfloat16))
+        assert parameter.grad is not None and parameter.grad.dtype == torch.bfloat16
+        found.append((y, given.grad, parameter.grad))
+    assert all(map(torch.equal, *found))
 
 
 def test_nothing_finite_comes_of_what_is_not() -> None:

@@ -10,7 +10,7 @@ import pytest
 from ranks import tiny_run
 
 from phalanx.spec.layout import Layout, Schedule
-from phalanx.spec.run import Run
+from phalanx.spec.run import Precision, Run
 from phalanx.verification.cases import MODELS
 from phalanx.verification.parity import Report, verify
 from phalanx.verification.rank_pool import RankPool
@@ -128,6 +128,7 @@ def test_together_on_eight_ranks(name: str, large: RankPool) -> None:
         ("precision.compute=bf16",),
         ("precision.compute=fp16",),
         ("precision.compute=fp8",),
+        ("precision.compute=fp8", "precision.fp8_gather=true"),
         ("precision.compute=fp8", "precision.fp8_scaling=row"),
         ("precision.compute=fp8", "precision.bf16_first=1", "precision.bf16_last=1"),
     ],
@@ -146,10 +147,17 @@ def test_replicas_that_meet_now_and_then(layout: dict[str, Any], pool: RankPool)
     assert report.passed, report.failure or report.first
 
 
-def state_bytes(zero: int, ranks: int, compute: str, pool: RankPool) -> None:
+def test_experts_in_fp8(pool: RankPool) -> None:
+    run = run_of("moe", {"shard": 2, "expert": 2})
+    run = replace(run, precision=Precision(compute="fp8", fp8_experts=True, fp8_gather=True))
+    report = verify(run, steps=3, pool=pool)
+    assert report.passed, report.failure or report.first
+
+
+def state_bytes(zero: int, ranks: int, compute: str, pool: RankPool, *more: str) -> None:
     model = replace(MODELS["dense"], dim=96, head_dim=16, ffn=192)
     # A few tokens: cores without bf16 take long for each, and the state hangs on none of them.
-    overrides = (f"precision.compute={compute}", "train.sequence_length=16")
+    overrides = (f"precision.compute={compute}", "train.sequence_length=16", *more)
     run = replace(run_of("dense", {"shard": ranks, "zero": zero}, *overrides), model=model)
     report = verify(run, steps=1, account=True, pool=pool)
     assert report.passed, report.failure or report.first
@@ -165,8 +173,11 @@ def state_bytes(zero: int, ranks: int, compute: str, pool: RankPool) -> None:
         assert sent == pytest.approx(report.theory.sent["shard"], rel=0.1)
 
 
-def test_sharded_state_is_what_theory_says(pool: RankPool) -> None:
-    state_bytes(3, 4, "bf16", pool)
+@pytest.mark.parametrize(
+    ("compute", "more"), [("bf16", ()), ("fp8", ("precision.fp8_gather=true",))], ids=["bf16", "gathered in fp8"]
+)
+def test_sharded_state_is_what_theory_says(compute: str, more: tuple[str, ...], pool: RankPool) -> None:
+    state_bytes(3, 4, compute, pool, *more)
 
 
 @pytest.mark.slow

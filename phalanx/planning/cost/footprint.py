@@ -99,6 +99,8 @@ def _rank_footprint(
     gathered, in_block = _gathered(jobs, held, sizes, unit)
     at_loss = head.most * share.has_head
     in_block = in_block + _dequantized(jobs, sizes)
+    if np.any(jobs.fp8_experts > 0):  # one of an expert layer's three stacks, rounded
+        in_block = in_block + np.where(jobs.fp8_experts > 0, sizes.routed / 3, 0.0)
     in_backward = np.maximum(block.live + block.backward + in_block, cast) + _gradients_in_transit(jobs, held, sizes, share)
     # The embedding's gradient is allocated when the activations of its micro-batch are freed.
     masters = has_masters(jobs)
@@ -210,16 +212,18 @@ def _gathered(jobs: JobTable, held: RankSizes, sizes: PartSizes, unit: Column) -
         return 0.0, 0.0
     everything = held.dense + np.where(sizes.unsharded > 0, 0.0, held.experts)
     stored = np.where(jobs.base_bytes > 0, jobs.base_bytes, size)
-    whole = stored * (everything - held.tables) + size * held.tables
+    whole = stored * (everything - held.tables) + size * held.tables - jobs.fp8_gather * (held.dense - held.tables)
     block, part = sizes.block - sizes.unsharded, whole / jobs.stages
+    saved = 2 * jobs.fp8_gather * (sizes.block - np.where(jobs.sparse_layers > 0, sizes.routed, 0.0))
     # A stage's blocks stay gathered after its last backward until its next forward; by then the activations of that backward
     # are freed.
-    left = whole - part + np.maximum(np.minimum(2 * stored * block + size * held.tables, part), part - unit)
+    left = whole - part + np.maximum(np.minimum(2 * stored * block - saved + size * held.tables, part), part - unit)
     staged = np.where(SPLITS_BACKWARD[jobs.schedule], whole, left)
     gathered = np.where(pipelined, staged, size * held.tables)
     # Two gathered blocks and the gradient of one, or the reduced gradient of one in transit.
-    gradient = np.where(jobs.adapters > 0, 2 * stored, np.maximum(3 * size, jobs.wire))  # frozen blocks have none
-    in_block = np.where(pipelined, 0.0, gradient * block)
+    gathered_two = 2 * stored * block - saved
+    trained = np.maximum(gathered_two + size * block, jobs.wire * block)
+    in_block = np.where(pipelined, 0.0, np.where(jobs.adapters > 0, gathered_two, trained))  # frozen blocks have no gradient
     return np.where(third, gathered, 0.0), np.where(third, in_block, 0.0)
 
 

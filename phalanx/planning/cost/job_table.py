@@ -142,6 +142,8 @@ class JobTable:
     """Bytes of an activation value: 2, or 4 in fp32."""
     fp8: Column = 0
     """1: fused kernels round the operands to fp8; 2: separate passes do; 3: compiled separate passes do."""
+    fp8_experts: Column = 0
+    """Fraction of the blocks whose routed experts multiply in fp8."""
     compiled: Column = 0
     recompute_every: Column = 1
     """Only every N-th block is recomputed."""
@@ -153,6 +155,8 @@ class JobTable:
     """Bytes of a bucket of gradients."""
     gathered: Column = 0
     """Bytes of a sharded parameter value between ranks; 0: as many as of an activation value."""
+    fp8_gather: Column = 0
+    """Bytes that gathering in fp8 saves of each value of the blocks' linear layers: 1, or less where some blocks compute in bf16."""
     scores: Column = 0
     """What attention keeps of the scores: 0 nothing, 1 a mask between documents, 2 the whole table (no fused kernel), 3 the tables of soft-capped
     scores."""

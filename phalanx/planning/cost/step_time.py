@@ -202,20 +202,23 @@ class RankParameters(NamedTuple):
 
     dense: Column
     experts: Column
+    linear: Column
+    """Of the dense ones, those of linear layers in blocks."""
 
 
 def rank_parameters(jobs: JobTable, layers: Column) -> RankParameters:
     """Parameters of the fullest rank: its layers, and the embedding or the head (untied, without a pipeline: both)."""
     sparse, matrices = sparse_fraction(jobs), 2 + jobs.gated
     ffn = (1 - sparse) * jobs.ffn + sparse * jobs.shared_ffn
-    block_values = jobs.attention_weights + matrices * jobs.dim * ffn + sparse * jobs.experts * jobs.dim
+    linear = jobs.attention_weights + matrices * jobs.dim * ffn
+    block_values = linear + sparse * jobs.experts * jobs.dim
     ends = np.where((jobs.pipeline > 1) | (jobs.tied > 0), 1, 2) * jobs.vocab * jobs.dim
     # Where layers do not divide evenly, the first and last ranks have fewer layers next to embedding and head.
     spared = layers * jobs.pipeline - jobs.layers
     ends = np.where(spared > 0, np.maximum(0.0, ends - block_values), ends)
     dense = (layers * block_values + ends) / jobs.tensor
     experts = layers * sparse * 3 * jobs.dim * jobs.expert_ffn * jobs.experts / (jobs.expert * jobs.expert_tensor)
-    return RankParameters(dense, experts)
+    return RankParameters(dense, experts, layers * linear / jobs.tensor)
 
 
 def accumulation_seconds(jobs: JobTable, rates: Rates, parameters: RankParameters) -> Column:
@@ -236,7 +239,8 @@ def data_seconds(jobs: JobTable, rates: Rates, parameters: RankParameters, count
     # Frozen parameters are gathered, but have no gradients; nor do their values change.
     gathered = np.where(jobs.gathered > 0, jobs.gathered, jobs.compute_bytes)
     gradient, value = trained_fraction(jobs) * jobs.wire, trained_fraction(jobs) * jobs.compute_bytes
-    each = (2 * gathered + gradient) * parameters.dense * inner.per_byte + 3 * inner.latency * jobs.layers / jobs.pipeline
+    bytes_ = (2 * gathered + gradient) * parameters.dense - 2 * jobs.fp8_gather * parameters.linear
+    each = bytes_ * inner.per_byte + 3 * inner.latency * jobs.layers / jobs.pipeline
     replicated = 2 * gradient * parameters.dense / np.maximum(shards, 1) * outer.per_byte + 2 * outer.latency
     plain = (gradient + value) * parameters.dense * every.per_byte + 2 * every.latency * jobs.layers / jobs.pipeline
     sent = np.where(third, count * each + replicated, plain)
@@ -380,8 +384,10 @@ def _moved(jobs: JobTable, rates: Rates, mean_ffn: Column) -> Column:
 def _rounded(jobs: JobTable, rates: Rates, mean_ffn: Column) -> Column:
     """Rounding to fp8 in separate passes over inputs and weights of the linear layers and gradients of their outputs."""
     gated = 1 + jobs.gated
-    attention = jobs.tokens * (4 * jobs.dim + 2 * jobs.score_width + jobs.kv_width) + jobs.attention_weights
-    ffn = (1 + gated) * (jobs.tokens * (jobs.dim + mean_ffn) + jobs.dim * mean_ffn)
+    # Of weights that are gathered in fp8, each rank rounds its shard.
+    elsewhere = np.where(jobs.zero == 3, jobs.fp8_gather, 0.0) * (1 - 1 / (jobs.shard * jobs.context))
+    attention = jobs.tokens * (4 * jobs.dim + 2 * jobs.score_width + jobs.kv_width) + (1 - elsewhere) * jobs.attention_weights
+    ffn = (1 + gated) * (jobs.tokens * (jobs.dim + mean_ffn) + (1 - elsewhere) * jobs.dim * mean_ffn)
     fused = np.where(jobs.fp8 > 2, rates.fused_rounding, 1.0)
     # Of blocks with experts, only the half with attention is compiled.
     elements = fused * attention + np.where(jobs.sparse_layers > 0, 1.0, fused) * ffn
@@ -399,12 +405,18 @@ def _experts(jobs: JobTable, rates: Rates, sparse: Column) -> tuple[Column, Colu
     slow = 1 + rates.knee * (1 / jobs.dim + 1 / np.maximum(rows, 1) + 2 / 3 * jobs.expert_tensor / width)
     flops = 6 * jobs.dim * width
     router = 2 * tokens * jobs.dim * jobs.experts / (jobs.peak16 * rates.gemm)
-    peak = np.where(rates.eight > 0, jobs.peak, jobs.peak16)
+    # Of three products, that of the weight gradient stays in 16 bits. `jobs.peak` is that of all blocks together.
+    own = 3 / (2 / jobs.peak + 1 / jobs.peak16)
+    peak = np.where(rates.eight > 0, jobs.peak, np.where(jobs.fp8_experts > 0, own, jobs.peak16))
     products = routed * flops * slow / (peak * rates.gemm) + router
     # Tokens are sorted by expert and back, each with a read and a write; the activation is read and written too.
     moved = (
         routed * (rates.copies * jobs.dim + 3 * width) * rates.traffic * jobs.compute_bytes / (jobs.bandwidth * rates.memory)
     )
+    # Rounded in separate passes, as these blocks are not compiled: inputs and gradients of three products, and the weights.
+    weights = 3 * jobs.dim * width * jobs.experts / (jobs.expert * jobs.expert_tensor)
+    values = jobs.fp8_experts * (3 * routed * (jobs.dim + width) + weights)
+    moved = moved + values * (rates.rounding / (jobs.bandwidth * rates.memory))
     return sparse * products, sparse * moved
 
 

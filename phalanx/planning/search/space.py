@@ -128,6 +128,8 @@ class Space:
             "compiled": int(memory.compile or False),
             "residual_bytes": 2 if self.hardware.device == "cuda" and self.compute in ("bf16", "fp8") else 4,
             "compute_bytes": 4 if self.compute == "fp32" else 2,
+            "fp8_experts": _fp8_share(run) if run.precision.fp8_experts and self.compute == "fp8" else 0,
+            "fp8_gather": _fp8_share(run) if run.precision.fp8_gather and self.compute == "fp8" else 0,
             # Only memory depends on these.
             "latent": model.mla.kv_rank + (model.mla.q_rank or 0) if model.mla else 0,
             "kv_rank": model.mla.kv_rank if model.mla else 0,
