@@ -214,19 +214,27 @@ def lowered(run: Run, platform: str | None = None) -> Any:
         return step.lower(lowering_platforms=None if platform is None else (platform,))
 
 
-def products(mesh: Mesh, run: Run) -> dict[str, int]:
-    """How many products of a step have operands of which formats, before anything is compiled."""
+def products(mesh: Mesh, run: Run, platform: str | None = None) -> dict[str, int]:
+    """How many products of a step have operands of which formats, before anything is compiled, for this platform or another one."""
     use_virtual_devices(DEVICES)
-    operands = re.findall(r"(?:dot_general|ragged_dot).*?: \(tensor<([^>]*)>, tensor<([^>]*)>", lowered(run).as_text())
+    if platform is not None:
+        assume_cudnn()
+    text = lowered(run, platform).as_text()
+    operands = re.findall(r"(?:dot_general|ragged_dot).*?: \(tensor<([^>]*)>, tensor<([^>]*)>", text)
     return dict(Counter(" ".join(lengths.rpartition("x")[2] for lengths in pair) for pair in operands))
+
+
+def assume_cudnn() -> None:
+    """There is none here to ask for its version, and nothing is compiled or run."""
+    from jax._src.cudnn import fused_attention_stablehlo as cudnn
+
+    cudnn.check_cudnn_version = lambda: 91000
 
 
 def kernels(mesh: Mesh, run: Run, platform: str) -> dict[str, int]:
     """Attention kernels by name in the step of a run, lowered for another platform."""
     use_virtual_devices(DEVICES)
-    from jax._src.cudnn import fused_attention_stablehlo as cudnn
-
-    cudnn.check_cudnn_version = lambda: 91000  # there is none here to ask: nothing is compiled or run
+    assume_cudnn()
     text = lowered(run, platform).as_text()
     found = re.findall(r'@__cudnn\$(\w+)|kernel_name = "splash_[a-z]+_([a-z]+)_', text)
     return dict(Counter(cudnns or splash for cudnns, splash in found))

@@ -7,7 +7,7 @@ end to end in one line of bytes and cut it into equal lengths, one for each. So 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -143,12 +143,12 @@ def written_boxes(tensors: Mapping[str, StateTensor]) -> list[WrittenBox]:
         for name, (first, last) in zip(names, partition(rows, replicas), strict=True):
             if last > first:
                 boxes += _boxes_of_rows(name, tensors[name], first, last)
-    return in_file_order(boxes)
+    return sorted(boxes, key=file_order)
 
 
-def in_file_order(boxes: Iterable[WrittenBox]) -> list[WrittenBox]:
-    """The boxes of a file; those of a tensor on several devices follow each other."""
-    return sorted(boxes, key=lambda box: (-box.dtype.itemsize, box.name))
+def file_order(box: WrittenBox) -> tuple[int, str]:
+    """By this the boxes of a file are sorted."""
+    return -box.dtype.itemsize, box.name
 
 
 def _boxes_of_rows(name: str, state: StateTensor, first: int, last: int) -> list[WrittenBox]:

@@ -31,12 +31,12 @@ class StackPlaces(Protocol):
         ...
 
 
-_KERNELS = ("dot_product_attention_fwd", "pallas_call")
-"""Primitives of the forwards of attention kernels: cuDNN's and TPUs'."""
+_KERNELS = ("dot_product_attention_fwd", "pallas_call", "ragged_dot_general")
+"""Primitives of the forwards of attention kernels, cuDNN's and TPUs', and of the products of experts."""
 
 
 def _is_costly(primitive: Any, *inputs: Any, **parameters: Any) -> bool:
-    """Whether to store the result of an operation rather than to compute it again: matrix products and attention kernels."""
+    """Whether to store the result of an operation rather than to compute it again: matrix products, also of experts, and attention kernels."""
     is_kernel = primitive.name.removesuffix("_wrapper") in _KERNELS
     return is_kernel or bool(jax.checkpoint_policies.dots_with_no_batch_dims_saveable(primitive, *inputs, **parameters))
 

@@ -121,6 +121,16 @@ def test_the_step_has_the_kernels_of_the_platform(platform: str, expected: dict[
     assert found == expected | {forward: 2 if recompute == "full" else 1}
 
 
+@pytest.mark.slow
+def test_selective_recomputation_repeats_no_product_of_experts() -> None:
+    run = small_run(Layout(data=1), 1, model=replace(MODEL, head_dim=64, moe=MOE), compute="bf16")
+    with devices() as pool:
+        found = [
+            pool.alone(products, replace(run, memory=Memory(recompute=mode)), "cuda") for mode in ("none", "selective", "full")
+        ]
+    assert found[0] == found[1] and sum(found[2].values()) > sum(found[1].values())
+
+
 def test_logits_in_chunks_are_computed_once() -> None:
     """A product for the logits, and one for each of their gradients."""
     layout, model = Layout(data=1, shard=2, tensor=2), replace(MODEL, vocab=1032)

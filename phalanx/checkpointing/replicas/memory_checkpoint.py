@@ -15,23 +15,23 @@ import mmap
 import threading
 import time
 from collections import ChainMap
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from phalanx.checkpointing.format import RankFile, RunMetadata, encode_header
+from phalanx.checkpointing.format import RankFile, RunMetadata, Sidecar, encode_header
 from phalanx.checkpointing.replicas.copy_pace import CopyPace
 from phalanx.checkpointing.replicas.replica_server import request
 from phalanx.checkpointing.replicas.shm_slots import ADDRESS, HANDOFF_SLOT, SLOTS, RankCopy, SlotDir
 from phalanx.checkpointing.save import Ballot, Ranks, Staging, State, failure_text, parts_of, rank_file
-from phalanx.checkpointing.state_tensor import StateTensor, WrittenBox, as_state_tensors, in_file_order, written_boxes
+from phalanx.checkpointing.state_tensor import StateTensor, WrittenBox, as_state_tensors, file_order, written_boxes
 from phalanx.events.records import Copied, Event, Warned
+from phalanx.spec.tensor_slice import Box
 
 _TOUCH_BYTES = 2**28  # whose pages are mapped at a time
 _TOUCH_THREADS = 4  # that map the pages of a GPU's rank, whose cores wait for the device
@@ -40,6 +40,17 @@ _PATIENCE = 600.0  # seconds that a server may take for the checksums and for se
 
 _States = list[dict[str, StateTensor]]
 """Of each device of a rank."""
+
+
+class _BoxPlace(NamedTuple):
+    """A box that a rank writes, whatever its values are."""
+
+    part: int
+    """Which of the rank's devices has it."""
+    name: str
+    local: Box
+    box: Box
+    """As in `WrittenBox`."""
 
 
 class SharedStaging(Staging):
@@ -105,9 +116,10 @@ class MemoryCopies:
         costs more than a step."""
         self._ranks, self._slot_dir, self._generation, self._patient = ranks, SlotDir(folder), generation, patient
         self._slot_names = slots
-        self._header = b""
-        self._value_bytes = 0
-        """Of the boxes that follow the header."""
+        self._file = RankFile(ranks.rank, ranks.ranks, [])
+        self._sidecar, self._header = self._file.sidecar(), b""
+        self._boxes: list[_BoxPlace] = []
+        """Of the file. They are the same in every copy, and take longer to find than to copy."""
         self._slots: dict[str, SharedStaging] = {}
         self._reserving: threading.Thread | None = None
         self._thread: threading.Thread | None = None
@@ -128,14 +140,14 @@ class MemoryCopies:
         self.off: str | None = None
         """Why no copies are taken; the same on all ranks."""
 
-    @property
-    def _bytes(self) -> int:
-        return len(self._header) + self._value_bytes
-
     def prepare(self, tensors: State | Sequence[State]) -> None:
         """Allocate the memory in the background; all ranks call it together."""
-        boxes = _boxes_of_all(_states(tensors))
-        self._header, self._value_bytes = encode_header([box.saved for box in boxes]), _bytes_of(boxes)
+        states = _states(tensors)
+        written = [(part, box) for part, state in enumerate(states) for box in written_boxes(state)]
+        written.sort(key=lambda pair: file_order(pair[1]))
+        self._boxes = [_BoxPlace(part, box.name, box.local, box.box) for part, box in written]
+        self._file = rank_file(self._ranks, dict(ChainMap(*states)), [box for _, box in written])
+        self._sidecar, self._header = self._file.sidecar(), encode_header(self._file.boxes)
         # Numbered in the store, as these ranks may have copied through another MemoryCopies before.
         number = self._ranks.broadcast_object(self._ranks.store_add("copies", 1) if self._ranks.rank == 0 else 0)
         self._reserved = {slot: Ballot(self._ranks, f"copies-{number}-{slot}") for slot in self._slot_names}
@@ -145,7 +157,7 @@ class MemoryCopies:
     def _reserve(self) -> None:
         """In a thread: allocate the slots through the server, which knows how much is free; map them, and pin them on GPUs. One after the
         other: gigabytes take seconds, and the first copy needs only the first."""
-        which = {"generation": self._generation, "rank": self._ranks.rank, "bytes": self._bytes}
+        which = {"generation": self._generation, "rank": self._ranks.rank, "bytes": self._sidecar.size}
         waiting = list(self._slot_names)
         while waiting and not self._closed:
             slot, failure = waiting.pop(0), None
@@ -153,7 +165,7 @@ class MemoryCopies:
                 ask_server(self._slot_dir, {"op": "reserve", "slots": [slot], "later": waiting} | which)
                 path = self._slot_dir.slot(self._generation, self._ranks.rank, slot)
                 staging = SharedStaging(self._ranks.device, path, self._header)
-                staging.map(self._value_bytes)
+                staging.map(self._sidecar.tensors)
                 self._slots[slot] = staging
             except BaseException as error:
                 failure = failure_text(error)
@@ -196,14 +208,14 @@ class MemoryCopies:
 
     def _copy(self, turn: _Turn, slot: str, step: int, states: _States, metadata: RunMetadata, started: float) -> None:
         self._join()
-        boxes = _boxes_of_all(states)
-        assert _bytes_of(boxes) == self._value_bytes, "the state of a generation does not change its shape"
+        boxes = [WrittenBox(place.name, states[place.part][place.name], place.local, place.box) for place in self._boxes]
+        size = sum(box.bytes for box in boxes)
+        assert size == self._sidecar.tensors, "the state of a generation does not change its shape"
         ballot = Ballot(self._ranks, f"copies-{turn.number}")
         self._slot_dir.unseal(self._generation, self._ranks.rank, slot)
         self._slots[slot].begin(boxes)
         self._stall = time.perf_counter() - started
-        file = rank_file(self._ranks, dict(ChainMap(*states)), boxes)
-        copy = _rank_copy(file, self._generation, slot, step, metadata)
+        copy = _rank_copy(self._file, self._sidecar, self._generation, slot, step, metadata)
         arguments = (copy, ballot, started, turn.discard_older)
         self._thread = threading.Thread(target=self._seal, args=arguments, name=f"copy of step {step}", daemon=True)
         self._thread.start()
@@ -324,7 +336,7 @@ def write_handoff(
 ) -> None:
     """Copy this rank's share of its live state, `file` with `boxes`, into memory, for the next generation to restore.
     `folder`: the folder of this node's replica server. Raises OSError if there is too little memory."""
-    copy = _rank_copy(file, generation, HANDOFF_SLOT, step, metadata)
+    copy = _rank_copy(file, file.sidecar(), generation, HANDOFF_SLOT, step, metadata)
     slots, header = SlotDir(folder), encode_header(file.boxes)
     which = {"generation": generation, "rank": file.rank}
     ask_server(slots, {"op": "reserve", "bytes": copy.size, "slots": [HANDOFF_SLOT], "alone": True} | which)
@@ -343,20 +355,11 @@ def _states(tensors: State | Sequence[State]) -> _States:
     return [dict(as_state_tensors(part)) for part in parts_of(tensors)]
 
 
-def _boxes_of_all(states: _States) -> list[WrittenBox]:
-    """What a rank writes of the states of its devices, as one file."""
-    return in_file_order(chain.from_iterable(map(written_boxes, states)))
-
-
-def _bytes_of(boxes: Iterable[WrittenBox]) -> int:
-    return sum(box.bytes for box in boxes)
-
-
-def _rank_copy(file: RankFile, generation: int, slot: str, step: int, metadata: RunMetadata) -> RankCopy:
+def _rank_copy(file: RankFile, sidecar: Sidecar, generation: int, slot: str, step: int, metadata: RunMetadata) -> RankCopy:
     """The description of a copy. The server fills in its node and the checksums."""
     first = file.rank == 0
     return RankCopy(
-        node=0, generation=generation, rank=file.rank, ranks=file.ranks, slot=slot, step=step, sidecar=file.sidecar(),
+        node=0, generation=generation, rank=file.rank, ranks=file.ranks, slot=slot, step=step, sidecar=sidecar,
         metadata=metadata if first else None, time=time.time() if first else None,
     )  # fmt: skip
 
