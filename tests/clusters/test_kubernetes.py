@@ -265,7 +265,7 @@ def test_killed_pod_of_the_xla_engine(
     assert code == 0 and isinstance(events[-1], Finished), output
     recovered = [event for event in events if isinstance(event, Recovered)]
     print([(one.action, one.source, one.step, f"{one.seconds:.1f} s") for one in recovered])
-    assert recovered and recovered[0].step >= 50
+    assert recovered and all(one.steps_lost <= 1 for one in recovered)
     assert near(losses(events), undisturbed)
 
 

@@ -24,7 +24,7 @@ pytestmark = [needs_xla, pytest.mark.clusters, pytest.mark.skipif(not available(
 
 
 def test_a_lost_host_leaves_a_replica_less(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two replicas of two devices each; that of the other host continues from the checkpoint of step 4."""
+    """Two replicas of two devices each; that of the other host continues from its copy in memory."""
     monkeypatch.setenv("XLA_FLAGS", "--xla_backend_optimization_level=0")
     workshop = Workshop(tmp_path / "shop")
     workshop.train("train.steps=12", "--run-dir", "plain")
@@ -44,7 +44,8 @@ def test_a_lost_host_leaves_a_replica_less(tmp_path: Path, monkeypatch: pytest.M
         job.wait()
     events = read_events(Path("broken") / "events.jsonl")
     (recovered,) = [event for event in events if isinstance(event, Recovered)]
-    assert (recovered.action, recovered.step, recovered.ranks, recovered.layout["data"]) == ("shrink", 4, 1, 1)
+    assert (recovered.action, recovered.source, recovered.ranks, recovered.layout["data"]) == ("shrink", "memory", 1, 1)
+    assert recovered.steps_lost <= 1
     assert [event.host for event in events if isinstance(event, WorkerStarted)].count("h0") == 2
     expected = {step: (loss, digest) for step, loss, digest in losses(workshop.events("plain"))}
     for step, loss, digest in losses(events):
@@ -94,7 +95,7 @@ def test_the_controllers_host_is_lost_by_ssh(tmp_path: Path, monkeypatch: pytest
     compare(events, undisturbed)
     (recovered,) = [event for event in events if isinstance(event, Recovered)]
     print(f"{recovered.action} from {recovered.source} at step {recovered.step} in {recovered.seconds:.1f} s")
-    assert recovered.step >= 4 and recovered.ranks == 2
+    assert recovered.steps_lost <= 1 and recovered.ranks == 2
     assert len({event.host for event in events if isinstance(event, WorkerStarted)}) == 3
 
 
@@ -122,4 +123,4 @@ def test_a_node_of_slurm_is_lost(tmp_path: Path) -> None:
     compare(events, read_events(tmp_path / "alone/events.jsonl"))
     (recovered,) = [event for event in events if isinstance(event, Recovered)]
     print(f"{recovered.action} from {recovered.source} at step {recovered.step} in {recovered.seconds:.1f} s")
-    assert recovered.step >= 4
+    assert recovered.steps_lost <= 1
