@@ -4,6 +4,8 @@ it before anything else of JAX."""
 from __future__ import annotations
 
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import jax
 
@@ -21,20 +23,20 @@ def join(mesh: Mesh, plan: Plan) -> None:
     The coordinator is a thread of rank 0; its address travels through the store of the generation."""
     if mesh.ranks == 1:
         return
-    address: str = mesh.broadcast_object(_free_address(mesh.place) if mesh.rank == 0 else None)
     first = mesh.place.local_rank * plan.devices_per_process
     # On CPUs the devices are virtual, and each process has its own.
     own = None if plan.device == "cpu" else list(range(first, first + plan.devices_per_process))
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(
-        address,
-        num_processes=mesh.ranks,
-        process_id=mesh.rank,
-        local_device_ids=own,
-        cluster_detection_method="deactivate",  # the control plane has said everything
-        coordinator_bind_address=address,
-        initialization_timeout=_MEETING_SECONDS,
-    )
+    with _meeting_place(mesh) as address:
+        jax.distributed.initialize(
+            address,
+            num_processes=mesh.ranks,
+            process_id=mesh.rank,
+            local_device_ids=own,
+            cluster_detection_method="deactivate",  # the control plane has said everything
+            coordinator_bind_address=address,
+            initialization_timeout=_MEETING_SECONDS,
+        )
 
 
 def leave(mesh: Mesh) -> None:
@@ -43,12 +45,19 @@ def leave(mesh: Mesh) -> None:
         jax.distributed.shutdown()
 
 
-def _free_address(place: Place) -> str:
-    """A free port of this host, by the address that the other processes reach."""
-    host, family = _own_host(place)
-    with socket.create_server((host, 0), family=family) as server:
-        port = server.getsockname()[1]
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+@contextmanager
+def _meeting_place(mesh: Mesh) -> Iterator[str]:
+    """The address of the coordinator, on every process: a free port of rank 0's host, by the address that the others reach. Rank 0 keeps it until the
+    coordinator listens there, so that no other program gets it."""
+    if mesh.rank:
+        yield mesh.broadcast_object(None)
+        return
+    host, family = _own_host(mesh.place)
+    with socket.socket(family) as kept:
+        kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # as the coordinator does
+        kept.bind((host, 0))
+        port = kept.getsockname()[1]
+        yield mesh.broadcast_object(f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
 
 
 def _own_host(place: Place) -> tuple[str, int]:
