@@ -58,6 +58,11 @@ class Accelerator:
         """NVIDIA's compute capability; (0, 0) for devices that have none."""
         return (0, 0)
 
+    def seed(self, seed: int) -> None:
+        """Begin the default random numbers of the host and of the calling thread's device anew. `torch.manual_seed` also formats the stack once for
+        every other kind of device that torch knows, in every step."""
+        torch.default_generator.manual_seed(seed)
+
     # Memory.
 
     def memory_allocated(self) -> int:
@@ -161,6 +166,10 @@ class Cuda(Accelerator):
 
     def capability(self, device: torch.device | None = None) -> tuple[int, int]:
         return torch.cuda.get_device_capability(device) if torch.version.hip is None else (0, 0)
+
+    def seed(self, seed: int) -> None:
+        super().seed(seed)
+        torch.cuda.manual_seed(seed)
 
     def memory_allocated(self) -> int:
         return torch.cuda.memory_allocated()

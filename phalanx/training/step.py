@@ -94,6 +94,7 @@ class Stepper:
     def __init__(self, run: Run, plan: Plan, model: ShardedModel, experts: Mapping[str, int], pipeline: Pipeline | None = None):
         """`experts`: number of experts of each router of the whole model, by the router's name."""
         self.sharded, self._mesh, self.pipeline = model, model.mesh, pipeline
+        self._accelerator = accelerator.of(self._mesh.device)
         self._compute, self._clip = plan.compute, run.train.clip
         self._mtp_weight, self._dim = run.model.mtp_loss_weight, run.model.dim
         # Losses are divided by the number of tokens that fit in the batch, a constant. The update corrects for masked tokens when
@@ -107,7 +108,7 @@ class Stepper:
         """Of loss and gradient norm in the step in progress: a step above them is a spike and is skipped."""
         self.scale = LossScale.of(plan.compute, run.precision.loss_scale)
         self._compiles = bool(run.memory.compile)
-        self._graphs = Graphs(model.parts[0], accelerator.of(self._mesh.device), self._loss_of) if model.graphed else None
+        self._graphs = Graphs(model.parts[0], self._accelerator, self._loss_of) if model.graphed else None
         self._dpo = run.dpo if run.train.objective == "dpo" else None
         self.reference: Stepper | None = None
         """DPO without adapters: computes the forwards of the reference."""
@@ -141,7 +142,7 @@ class Stepper:
         if self._graphs is not None:
             self._graphs.begin_step()
         self._began, self._waited = time.perf_counter(), COMM_TIMER.seconds
-        torch.manual_seed(seed)
+        self._accelerator.seed(seed)
 
     def step(
         self, batches: Sequence[MicroBatch], optimizer: Optimizer, learning_rate: float, stop_request: StopRequest
@@ -368,7 +369,7 @@ class Stepper:
         self.weights_written = True
         if following is not None:
             batch, seed = following
-            torch.manual_seed(seed)
+            self._accelerator.seed(seed)
             self.observer.run("forward", graphs.launch_ahead, batch, self._mesh.device, micro_batch=0)
 
     def _results(self, totals: StepTotals, loss: Tensor, norm: Tensor, verdict: Tensor) -> Callable[[], list[float]]:
@@ -377,7 +378,7 @@ class Stepper:
         pairs = (sum_ / totals.weight.clamp(min=1) for sum_ in (totals.preferred, totals.reward))
         agreed = (loss, totals.tokens, totals.digest, norm.double(), verdict.double(), totals.weight)
         values = torch.stack((*agreed, *pairs, *load))
-        read = accelerator.of(self._mesh.device).copy_to_host(values)
+        read = self._accelerator.copy_to_host(values)
         return lambda: read().tolist()
 
     def repeat(self, batches: Sequence[MicroBatch]) -> None:

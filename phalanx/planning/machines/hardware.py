@@ -69,7 +69,7 @@ def mismatch(run: Run, machine: Machine) -> list[str]:
         return []
     return [
         f"The run is planned for {wanted.gpus:,} × {wanted.gpu.key} ({wanted.name}), but this machine has {has}: use `phalanx plan`, "
-        "`phalanx rehearse` or `phalanx simulate`, or remove the keys name, {', '.join(PARTS)} of [cluster] to train on this machine."
+        f"`phalanx rehearse` or `phalanx simulate`, or remove the keys name, {', '.join(PARTS)} of [cluster] to train on this machine."
     ]
 
 
