@@ -14,8 +14,8 @@ from phalanx.cli.options import AsJson
 from phalanx.cli.output import console, print_json
 from phalanx.spec.check_watch import is_loopback
 from phalanx.watch.page_access import Access, new_token
-from phalanx.watch.page_process import Served, serve
 from phalanx.watch.page_server import PORT
+from phalanx.watch.serve_page import Served, serve
 
 
 def watch(

@@ -135,7 +135,7 @@ def test_a_sink_process_that_is_killed_is_started_again_and_repeats_little(works
         "train", "tiny.toml", "train.steps=120", "watch.tensorboard=true", "checkpoint.every=120", "--run-dir", "run"
     )
     command.until(lambda: list((workshop.path / "run").glob("tensorboard/*")), "a file of TensorBoard")
-    (process,) = [each for each in workshop.processes() if "phalanx.watch.sink_process" in cmdline(each)]
+    (process,) = [each for each in workshop.processes() if "phalanx.watch.run_sinks" in cmdline(each)]
     signal_to(process, signal.SIGKILL)
     assert command.wait().code == 0
     assert tensorboard_steps(workshop.path / "run") == set(range(1, 121)), "no step is missing"
@@ -268,7 +268,7 @@ def test_sinks_move_to_the_host_of_the_next_controller(workshop: Workshop) -> No
             for number in range(3)
         ]  # fmt: skip
         hosts[0].until(workshop.reached("run", 20), "step 20")
-        first = [each for each in workshop.processes() if "phalanx.watch.sink_process" in cmdline(each)]
+        first = [each for each in workshop.processes() if "phalanx.watch.run_sinks" in cmdline(each)]
         (leader,) = {host.pid for host in hosts} & {parent.pid for each in first for parent in each.parents()}
         lost = psutil.Process(leader)
         for process in [*lost.children(recursive=True), lost]:

@@ -18,7 +18,8 @@ from phalanx.events.records import Event, Step, Warned, encode
 from phalanx.events.rundir import RunDir
 from phalanx.spec.load import loads
 from phalanx.spec.run import Run
-from phalanx.watch.sink_process import Positions, SinkProcess, SinkThread, launch_offset
+from phalanx.watch.run_sinks import Positions, SinkThread, launch_offset
+from phalanx.watch.sink_process import SinkProcess
 from phalanx.watch.sinks.alert_rules import Alert
 from phalanx.watch.sinks.alert_sink import AlertSink, message, post
 from phalanx.watch.sinks.outbox import Outbox

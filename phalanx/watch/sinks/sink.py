@@ -1,4 +1,4 @@
-"""What a sink of records is, and the names of all sinks. `watch/sink_process` runs them, outside of the ranks.
+"""What a sink of records is, and the names of all sinks. `watch/run_sinks` runs them, outside of the ranks.
 
 A sink is a file with a function `open_sink`, an entry of `SINKS` and a key of the run file.
 """
