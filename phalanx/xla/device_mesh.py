@@ -106,3 +106,18 @@ def own_devices(mesh: Mesh) -> list[Any]:
 def sharding(mesh: Mesh, *dims: str | tuple[str, ...] | None) -> NamedSharding:
     """Of an array whose dimensions are divided over these degrees of the layout."""
     return NamedSharding(mesh, spec(mesh, *dims))
+
+
+def gather(value: jax.Array, whole: NamedSharding, divided: NamedSharding) -> jax.Array:
+    """The value as `whole` has it. Its gradient lies as `divided` has it: each device adds up its part, where the transpose of a plain constraint would
+    add up the whole on every device."""
+
+    @jax.custom_vjp
+    def placed(value: jax.Array) -> jax.Array:
+        return jax.lax.with_sharding_constraint(value, whole)
+
+    def placed_gradient(_: None, gradient: jax.Array) -> tuple[jax.Array]:
+        return (jax.lax.with_sharding_constraint(gradient, divided),)
+
+    placed.defvjp(lambda value: (placed(value), None), placed_gradient)
+    return placed(value)

@@ -23,7 +23,7 @@ from phalanx.spec.model import ModelSpec
 from phalanx.spec.plan import Plan
 from phalanx.spec.run import Run
 from phalanx.xla.bridge import DTYPES, call_module
-from phalanx.xla.device_mesh import SAMPLES, device_mesh, mesh_size, platform_of, sharding
+from phalanx.xla.device_mesh import SAMPLES, device_mesh, gather, mesh_size, platform_of, sharding
 from phalanx.xla.model_seams import install
 from phalanx.xla.newton_schulz import is_updated_by_muon
 from phalanx.xla.own_seams import buffer_values, install_own, refuse_unknown
@@ -144,7 +144,8 @@ def _called(model: Model, params: Arrays, buffers: Arrays, batch: Tokens) -> tup
 
 def _gathered(model: Model, name: str, value: jax.Array) -> jax.Array:
     """A parameter, whole over `shard` while it computes."""
-    return jax.lax.with_sharding_constraint(value, sharding(model.mesh, *gathered(model.placements[name].value)))
+    placed = model.placements[name]
+    return gather(value, sharding(model.mesh, *gathered(placed.value)), sharding(model.mesh, *placed.gradient))
 
 
 def _placed(model: Model, logits: jax.Array, *dims: str | tuple[str, ...] | None) -> jax.Array:

@@ -3,7 +3,7 @@ residual stream, and blocks that are repeated or computed twice. The modules the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 from torch import Tensor, nn
 
 from phalanx.models.attention import Scope
@@ -20,11 +21,13 @@ from phalanx.spec.layout import Layout
 from phalanx.spec.run import Memory
 from phalanx.xla import block_loop, moe_layer
 from phalanx.xla.bridge import call_jax, products_in
-from phalanx.xla.device_mesh import POSITIONS, SAMPLES, mesh_axes, mesh_size, sharding
+from phalanx.xla.device_mesh import POSITIONS, SAMPLES, gather, mesh_axes, mesh_size, sharding
 from phalanx.xla.fused_attention import Devices, Scoring, attend
 from phalanx.xla.specs import Placement, gathered
 
 Constrain = Callable[[jax.Array], jax.Array]
+_WHOLE = Placement(value=P(), gradient=P(), moments=P())
+"""Of buffers."""
 
 
 def attention_devices(mesh: Mesh, layout: Layout, platform: str, *, zigzag: bool) -> Devices:
@@ -75,13 +78,12 @@ class _StackPlaces:
     placements: Mapping[str, Placement]
 
     def stacked(self, name: str, stack: jax.Array) -> jax.Array:
-        return jax.lax.with_sharding_constraint(stack, sharding(self.mesh, None, *self._dims(name)))
+        placed = self.placements.get(name, _WHOLE)
+        return jax.lax.with_sharding_constraint(stack, sharding(self.mesh, None, *placed.value))
 
     def gathered(self, name: str, value: jax.Array) -> jax.Array:
-        return jax.lax.with_sharding_constraint(value, sharding(self.mesh, *gathered(self._dims(name))))
-
-    def _dims(self, name: str) -> Sequence[str | None]:
-        return tuple(self.placements[name].value) if name in self.placements else ()
+        placed = self.placements.get(name, _WHOLE)
+        return gather(value, sharding(self.mesh, *gathered(placed.value)), sharding(self.mesh, *placed.gradient))
 
 
 def _kept(forward: Callable[..., Tensor], keep: Constrain, x_BSD: Tensor, *rest: Any) -> Tensor:

@@ -47,9 +47,9 @@ def test_bytes_operations_and_messages_of_a_device() -> None:
     scores = 2 * 2 * 3 * spec.layers * spec.heads * spec.head * spec.context
     assert program.flops == pytest.approx(tokens * (products + scores), rel=0.02)
     assert set(program.formats) == {"f32 f32"}
-    # Each replica's gradients, in fp32, at least in a ring of two.
+    # Each replica's gradients, in fp32, at least in a ring of two; only the table of the embedding is added up whole.
     between = [kinds.get("all-reduce", 0) for axes, kinds in result.to_json()["sent"].items() if "data" in axes]
-    assert sum(between) >= 4 * held
+    assert 4 * held <= sum(between) < 4 * 4 * held
     assert result.to_json()["tiers"].keys() == {"node", "across"}
     assert not program.rematerializations and not program.endless
     assert result.fits and result.compiled_for == 8 and program.compile_seconds > 0
@@ -66,8 +66,9 @@ def compiled_without_constraint(mesh: Mesh, run: Run) -> CompiledProgram:
 @needs_xla
 @pytest.mark.slow
 def test_a_missing_constraint_is_reported() -> None:
+    layout = Layout(data=2, shard=2, context=2, context_method="gather")
     with devices() as pool:
-        program = pool.alone(compiled_without_constraint, small_run(Layout(data=2, shard=2, tensor=2), 1, model=MODEL))
+        program = pool.alone(compiled_without_constraint, small_run(layout, 1, model=MODEL))
     assert program.rematerializations
 
 
