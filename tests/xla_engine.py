@@ -214,6 +214,16 @@ def lowered(run: Run, platform: str | None = None) -> Any:
         return step.lower(lowering_platforms=None if platform is None else (platform,))
 
 
+def formats_of_sums(mesh: Mesh, run: Run, folder: str) -> set[str]:
+    """Formats in which devices add up arrays, as the compiler divides the step. Afterwards CPUs widen those that they cannot add."""
+    use_virtual_devices(DEVICES)
+    lowered(run).compile(
+        {**UNUSED, "xla_dump_to": folder, "xla_dump_hlo_pass_re": "spmd-partitioning", "xla_dump_hlo_as_text": True}
+    )
+    (divided,) = Path(folder).glob("*after_spmd-partitioning*")
+    return set(re.findall(r"= (\w+)\[\d[^ ]* all-reduce\(", divided.read_text()))
+
+
 def products(mesh: Mesh, run: Run, platform: str | None = None) -> dict[str, int]:
     """How many products of a step have operands of which formats, before anything is compiled, for this platform or another one."""
     use_virtual_devices(DEVICES)

@@ -35,7 +35,7 @@ _XLA = (
     Refusal(
         "precision.compute", (None, "fp32", "bf16"), "has no loss scale and no scaled products", 'set it to "bf16" or "fp32"'
     ),
-    Refusal("precision.reduce", ("fp32",), "leaves sums over devices to the compiler, which takes them in fp32", "remove it"),
+    Refusal("precision.reduce", ("fp32",), "adds up gradients in fp32", "remove it"),
     Refusal("memory.offload", ("auto", "none"), "keeps optimizer states on the devices", "remove it"),
     Refusal("memory.activations", ("device",), "keeps activations on the devices", "remove it"),
     Refusal("memory.bucket_size", (None,), "leaves messages to the compiler", "remove it"),

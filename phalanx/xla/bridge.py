@@ -1,13 +1,15 @@
 """torch modules as functions of JAX arrays: the one file that touches torchax, which traces them. `xla/forward` and `xla/model_seams` call it.
 
 torchax 0.0.13 differs from torch in four ways, which this file mends: it names operators that torch 2.13 no longer has; it loses the
-backward of an `autograd.Function` without a word; its autocast never reaches `F.linear`; and its autocast fails on `torch.cat`.
+backward of an `autograd.Function` without a word; its autocast never reaches `F.linear`; and its autocast fails on `torch.cat`. `F.linear` itself is
+that of `xla/wide_gradients` where devices add up gradients.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache
 from typing import Any
 
@@ -18,6 +20,7 @@ from torch import Tensor, nn
 
 from phalanx.models.moe import AttachLoss
 from phalanx.spec.errors import RunFailed
+from phalanx.xla.wide_gradients import linear
 
 DTYPES = {
     torch.float32: jnp.float32,
@@ -27,6 +30,9 @@ DTYPES = {
     torch.bool: jnp.bool_,
 }
 """Formats of torch to those of JAX, whose integers have 32 bits."""
+
+
+_WIDE_SUMS: ContextVar[bool] = ContextVar("_WIDE_SUMS", default=False)
 
 
 @cache
@@ -53,6 +59,15 @@ def _torchax() -> Any:
     finally:
         packet.__getattr__ = strict
     _mend_autocast(torchax.amp)
+    plain = torchax.default_env()._ops[torch.nn.functional.linear].func
+
+    def chosen(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
+        result: jax.Array = linear(x, weight, bias) if _WIDE_SUMS.get() else plain(x, weight, bias)
+        return result
+
+    torchax.default_env().override_op_definition(
+        torch.nn.functional.linear, lambda *tensors, **named: call_jax(chosen, *tensors, *named.values())
+    )
     return torchax
 
 
@@ -118,20 +133,31 @@ def products_in() -> Any:
     return None if dtype is None else DTYPES[dtype]
 
 
+def has_wide_sums() -> bool:
+    """Whether devices add up gradients in fp32 where this is called in a traced module."""
+    return _WIDE_SUMS.get()
+
+
 def call_module(
     module: nn.Module,
     values: Mapping[str, jax.Array],
     inputs: Sequence[jax.Array | None],
     products: torch.dtype | None,
     names: Sequence[str] = (),
+    *,
+    wide_sums: bool = False,
 ) -> tuple[Any, dict[str, jax.Array]]:
     """The module with these parameters and buffers. Returns its output, and what the named buffers hold afterwards. `products`: the
-    format of matrix products; None: that of the parameters."""
+    format of matrix products; None: that of the parameters. `wide_sums`: devices add up gradients in fp32, whatever that format is."""
     torchax = _torchax()
     given = torchax.interop.torch_view(dict(values))
     arguments = torchax.interop.torch_view(tuple(inputs))
-    with _mapped_functions(), torchax.default_env(), torchax.default_env().override_property(autocast_dtype=products):
-        output = torch.func.functional_call(module, given, arguments)
+    outer = _WIDE_SUMS.set(wide_sums)
+    try:
+        with _mapped_functions(), torchax.default_env(), torchax.default_env().override_property(autocast_dtype=products):
+            output = torch.func.functional_call(module, given, arguments)
+    finally:
+        _WIDE_SUMS.reset(outer)
     return torchax.interop.jax_view(output), {name: given[name].jax() for name in names}
 
 

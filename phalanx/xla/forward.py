@@ -28,6 +28,7 @@ from phalanx.xla.model_seams import install
 from phalanx.xla.newton_schulz import is_updated_by_muon
 from phalanx.xla.own_seams import buffer_values, install_own, refuse_unknown
 from phalanx.xla.specs import Placement, cut_placements, gathered, placements
+from phalanx.xla.wide_gradients import linear
 
 Arrays = dict[str, jax.Array]
 """By the name of a parameter or buffer."""
@@ -61,6 +62,8 @@ class Model:
     """Format of matrix products; None: that of the parameters."""
     by_muon: frozenset[str]
     """Parameters that Muon updates; AdamW updates the others."""
+    wide_sums: bool
+    """Whether devices add up gradients in fp32, although products give 16 bits."""
     loss_chunk: int | None
     """Tokens of a device whose logits exist at the same time; None: all."""
 
@@ -96,6 +99,7 @@ def traced_model(run: Run, plan: Plan, platform: str | None = None) -> Model:
         persistent=frozenset(buffers) & module.state_dict().keys(),
         initial={} if run.model.is_builtin else buffer_values(module),
         products=torch.bfloat16 if plan.compute == "bf16" else None,
+        wide_sums=plan.compute == "bf16" and mesh.size > 1,
         by_muon=frozenset(name for name in shapes if run.optimizer.name == "muon" and is_updated_by_muon(name, shapes[name])),
         loss_chunk=run.memory.loss_chunk or None,
     )
@@ -139,7 +143,7 @@ def _called(model: Model, params: Arrays, buffers: Arrays, batch: Tokens) -> tup
     inputs = (batch.tokens, batch.positions, batch.documents)
     looped = "blocks." if isinstance(model.module, Decoder) else ()  # each block gathers its own
     given = {name: value if name.startswith(looped) else _gathered(model, name, value) for name, value in params.items()}
-    return call_module(model.module, {**given, **buffers}, inputs, model.products, tuple(buffers))
+    return call_module(model.module, {**given, **buffers}, inputs, model.products, tuple(buffers), wide_sums=model.wide_sums)
 
 
 def _gathered(model: Model, name: str, value: jax.Array) -> jax.Array:
@@ -208,7 +212,8 @@ def _chunked_losses(model: Model, states_BSD: jax.Array, weight_VD: jax.Array, t
 def project(model: Model, states: jax.Array, weight_VD: jax.Array) -> jax.Array:
     """Logits, as `Decoder.project` computes them."""
     dtype = _product_dtype(model, states)
-    logits = jnp.einsum("...d,vd->...v", states.astype(dtype), weight_VD.astype(dtype))
+    low, low_VD = states.astype(dtype), weight_VD.astype(dtype)
+    logits = linear(low, low_VD) if model.wide_sums else jnp.einsum("...d,vd->...v", low, low_VD)
     cap = model.module.spec.logit_cap if isinstance(model.module, Decoder) else None
     return logits if cap is None else cap * jnp.tanh(logits / cap)
 

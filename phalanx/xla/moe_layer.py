@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from torch import Tensor
 
 from phalanx.models.moe import MoE, Router
-from phalanx.xla.bridge import call_jax, call_module, products_in
+from phalanx.xla.bridge import call_jax, call_module, has_wide_sums, products_in
 from phalanx.xla.device_mesh import POSITIONS, SAMPLES, mesh_axes, spec
 from phalanx.xla.experts import ExpertLayout, ExpertWeights, local_dispatch, weight_specs
 
@@ -35,12 +35,13 @@ def expert_layout(mesh: Mesh, platform: str) -> ExpertLayout:
 def forward(module: MoE, mesh: Mesh, platform: str, keep: Callable[[jax.Array], jax.Array], x_BSD: Tensor) -> Tensor:
     """`MoE.forward`, and the same counts in the router's buffer. `keep`: puts tokens where the residual stream is, from where shared experts take them."""
     dtype, router, experts = products_in(), module.router, module.experts
+    sums = jnp.float32 if has_wide_sums() else None  # of gradients over devices, where they enter shard_map
     routed = _Routed(mesh, expert_layout(mesh, platform), router, experts.count)
     buffers = {} if router.bias is None else {"bias": router.bias}
 
     def run(x: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array, *routing: jax.Array) -> tuple[jax.Array, ...]:
         x = keep(x if dtype is None else x.astype(dtype))  # the router gets what the experts get
-        weights = ExpertWeights(*(weight.astype(x.dtype) for weight in (gate, up, down)))
+        weights = ExpertWeights(*(weight.astype(x.dtype).astype(sums or x.dtype) for weight in (gate, up, down)))
         y, counts = routed(x, dict(zip(("weight", *buffers), routing, strict=True)), weights)
         return x, keep(y), counts
 
@@ -79,5 +80,6 @@ class _Routed(NamedTuple):
         self.router.together = lambda counts_BE: call_jax(together, counts_BE)
         counts = {"counts": jnp.zeros(self.experts, jnp.int32)}
         (chosen_TK, weights_TK), after = call_module(self.router, routing | counts, (x_BSD,), None, ("counts",))
+        weights = ExpertWeights(*(weight.astype(x_BSD.dtype) for weight in weights))
         y_BSD: Any = local_dispatch(x_BSD, chosen_TK, weights_TK, weights, self.experts, self.layout)
         return y_BSD, lax.psum(after["counts"], self.layout.batch + self.layout.sequence)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from xla_engine import (
     Program,
     devices,
+    formats_of_sums,
     kernels,
     needs_xla,
     products,
@@ -151,3 +153,12 @@ def test_products_are_in_the_format_of_the_run() -> None:
     assert set(dense) == {"f32 f32"} and set(dense_bf16) == {"bf16 bf16"}
     assert dense["f32 f32"] == dense_bf16["bf16 bf16"]
     assert set(sparse_bf16) == {"bf16 bf16", "f32 f32"} and sparse_bf16["f32 f32"] == 3
+
+
+@pytest.mark.parametrize("family", ["gpt", "moe"])
+def test_gradients_in_bf16_are_added_up_in_fp32(family: str, tmp_path: Path) -> None:
+    """No tensor group, whose sums are of activations and stay in the format of products."""
+    layout = Layout(data=2, shard=2, **({"expert": 2} if family == "moe" else {}))
+    run = small_run(layout, 1, model=replace(FAMILIES[family], layers=1), compute="bf16")
+    with devices() as pool:
+        assert pool.alone(formats_of_sums, run, str(tmp_path)) == {"f32"}
