@@ -165,12 +165,15 @@ class Pace:
             self._step_seconds = event.seconds
 
     def left(self, steps: int) -> float | None:
-        """Seconds until the last step, at the pace of recent steps; None before the first step."""
-        if not self._recent:
+        """Seconds until the last step, at the pace of recent steps. None before the second step of a launch: the first one compiles and allocates, and
+        says nothing about the others."""
+        if self.step >= steps:
+            return 0.0
+        if len(self._recent) < 2:
             return None
         (first, low), (last, high) = self._recent[0], self._recent[-1]
         each = (last - first) / (high - low) if high > low and last > first else self._step_seconds
-        return max(0, steps - self.step) * each
+        return (steps - self.step) * each
 
 
 def display(console: Console, steps: int, log_every: int, live: bool) -> Display:
