@@ -139,18 +139,22 @@ def _proven(model: nn.Module, found: Traced, search: Search, best: Found, length
                 continue
             graphs = (path, wrong.what)
         path, why = graphs
-        while not (refused := _of(best, path, why, search.refused)):
-            path = path.rpartition(".")[0]
+        inside = path
+        while not (refused := _of(best, inside, why, search.refused)) and inside:
+            inside = inside.rpartition(".")[0]
+        if not refused:
+            raise RunError(
+                f"{type(model).__name__} has no one graph: its {path or 'forward'} runs other operations when it is traced again, with whole parameters ({why}). "
+                "Train it with layout.tensor = 1, or make its code build all that it needs in its constructor."
+            )
         search.refused |= refused
         return None
 
 
 def _of(best: Found, path: str, why: str, refused: Mapping[Key, str]) -> dict[Key, str]:
-    """All cuts of the parameters of a module, none of which can stay."""
+    """All cuts of the parameters of a module, none of which can stay; empty if none is cut."""
     keys = [(name, cut.dim) for name, cut in best.walk.known.items() if isinstance(name, str) and within(name, path)]
-    found = dict.fromkeys((key for key in keys if key not in refused), f"its module's code does not run on a part: {why}")
-    assert found or path, f"nothing is left to keep whole: {why}"
-    return found
+    return dict.fromkeys((key for key in keys if key not in refused), f"its module's code does not run on a part: {why}")
 
 
 def _without_seam(search: Search, seams: Seams) -> dict[Key, str]:

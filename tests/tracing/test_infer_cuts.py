@@ -373,6 +373,24 @@ def test_a_module_without_one_graph_is_refused(act: Callable[[Tensor], Tensor], 
         infer(Small(act=act), 2)
 
 
+class Adapts(nn.Module):
+    """Replaces its table at its first call, as BigBird does with its attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.table is None:
+            self.table = x.new_zeros(x.shape[-1]) + torch.arange(x.shape[-2]).sum()
+        return x + self.table
+
+
+def test_a_module_that_changes_at_its_first_call_is_refused() -> None:
+    with pytest.raises(RunError, match=r"Small has no one graph: its blocks.0.act .* layout.tensor = 1"):
+        infer(Small(act=Adapts()), 2)
+
+
 def test_an_operation_without_a_rule_keeps_its_matrices_whole() -> None:
     plan = infer(Small(act=lambda x: torch.linalg.matrix_exp(x[..., None, None]).squeeze(-1).squeeze(-1)), 2)
     assert "linalg_matrix_exp" in plan.whole["blocks.0.into.weight"] or "matrix_exp" in plan.whole["blocks.0.into.weight"]
