@@ -18,6 +18,9 @@ _WALKS = 1000
 """More than any choice needs: a walk that never settles is a mistake in a rule."""
 _TRIES = 1000
 """Choices that a search compares, at most: those of DeepSeek-V3 are 228; pairs of more matrices are too many."""
+_OPERATIONS = 10_000_000
+"""Operations that all walks of a search pass, at most, which takes half a minute: DeepSeek-V3's pass 0.7 million. Loops that a trace
+unrolls make graphs of thousands of operations (DeepSeek-V4's hyper-connections)."""
 
 
 @dataclass(slots=True)
@@ -42,6 +45,8 @@ class Search:
     segments: dict[Key, tuple[int, ...]] = field(default_factory=dict)
     seeds: set[Key] = field(default_factory=set)
     tried: int = 0
+    passed: int = 0
+    """Operations that walks passed."""
     uncompared: int = 0
     """Choices that were not compared, because there were too many."""
 
@@ -56,11 +61,14 @@ class Search:
             seeds = sorted({self._representative(key) for key in self.seeds if key[0] not in tables} - chosen)
             tries = [chosen | {key} for key in seeds]
             tries += [chosen | {a, b} for a, b in itertools.combinations(seeds, 2) if _near(a, b)]
-            if len(tries) > (left := max(0, _TRIES - self.tried)):
-                self.uncompared = len(tries) - left
-                tries = tries[:left]
-            self.tried += len(tries)
-            found = [(self._cost(one := self.settle(some)), index, one, some) for index, some in enumerate(tries)]
+            found = []
+            for index, some in enumerate(tries):
+                if self.tried >= _TRIES or self.passed >= _OPERATIONS:
+                    self.uncompared = len(tries) - index
+                    break
+                self.tried += 1
+                one = self.settle(some)
+                found.append((self._cost(one), index, one, some))
             if not found or (least := min(found, key=lambda x: x[:2]))[0] >= self._cost(best):
                 return best
             best, chosen = least[2], frozenset(least[3])
@@ -82,6 +90,7 @@ class Search:
                     f"how {self.ranks} ranks could divide the model was not found after {_WALKS} walks over its graph, which contradict each other. Train it "
                     "with layout.tensor = 1; a module of your own may have a table AXES instead (docs/own-model.md)."
                 )
+            self.passed += len(self.graph.ops)
             limits = Limits(self.ranks, banned, self.segments, self.projects, self.shares)
             walk = Walk(self.graph, limits, known, summed)
             try:

@@ -30,13 +30,19 @@ SUMMED = {
 }
 """Operations that give parts of a sum from parts of a sum, besides views."""
 ZEROS = {"zeros", "zeros_like", "new_zeros"}
+_BEGIN = {"parameter", "embedding", *PRODUCTS, *ATTENTIONS}
+"""Operations that a cut can begin at."""
+_UNCHANGED = Change()
 
 
 class Walk(WalkState):
     def run(self) -> None:
+        cuts, lists, parts, known = self.cuts, self.lists, self.parts, self.known
         for op in self.graph.ops:
-            self.op = op
-            self._step(op)
+            # A search takes thousands of walks, and most operations see nothing but whole values.
+            if op.kind in _BEGIN or op in known or any(x in cuts or x in parts or x in lists for x in op.inputs):
+                self.op = op
+                self._step(op)
         for op in self.graph.outputs:
             self._end(op)
         entered = [op for op in self.entered if op.kind != "parameter" and op.grad]
@@ -55,7 +61,7 @@ class Walk(WalkState):
             self.lists[op] = cut
         elif cut is not None:
             self.cuts[op] = cut
-        if self.change != Change():
+        if self.change != _UNCHANGED:
             self.changes[op] = self.change
 
     def _rule(self, op: Op) -> Cut | list[Cut] | None:

@@ -53,11 +53,15 @@ class Op:
     """Whether it depends on a parameter."""
     users: list[Op] = field(default_factory=list)
     index: int = 0
+    # Kept, as walks ask for them millions of times.
     _inputs: list[Op] | None = None
+    _shape: tuple[int, ...] | None = None
 
     @property
     def shape(self) -> tuple[int, ...] | None:
-        return tuple(_hint(size) for size in self.value.shape) if isinstance(self.value, Tensor) else None
+        if self._shape is None and isinstance(self.value, Tensor):
+            self._shape = tuple(_hint(size) for size in self.value.shape)
+        return self._shape
 
     @property
     def size(self) -> tuple[int, ...]:
@@ -67,7 +71,7 @@ class Op:
 
     @property
     def inputs(self) -> list[Op]:
-        if self._inputs is None:  # walks ask for them thousands of times
+        if self._inputs is None:
             self._inputs = []
             _collect((self.args, tuple(self.kwargs.values())), self._inputs)
         return self._inputs

@@ -259,10 +259,12 @@ def test_a_mask_that_could_be_cut_alone_ends_the_search() -> None:
 def test_a_search_of_too_many_choices_ends_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Small()
     assert infer(model, 2).uncompared == 0
-    monkeypatch.setattr(cut_search, "_TRIES", 1)
-    plan = infer(model, 2)
-    assert plan.params and plan.uncompared > 0
-    assert f"# {plan.uncompared} choices were not compared" in axes_text(plan, model)
+    for limit in ("_TRIES", "_OPERATIONS"):
+        with monkeypatch.context() as patch:
+            patch.setattr(cut_search, limit, 1)
+            plan = infer(model, 2)
+        assert plan.params and plan.uncompared > 0
+        assert f"# {plan.uncompared} choices were not compared" in axes_text(plan, model)
     monkeypatch.setattr(cut_search, "_WALKS", 1)
     with pytest.raises(RunError, match="was not found after 1 walks over its graph"):
         infer(model, 2)
