@@ -34,7 +34,7 @@ transformers = pytest.importorskip("transformers", "5", reason="models of transf
 
 REFUSED: dict[str, str] = {}
 """Families that are not divided, and what is said of them."""
-MORE_SUMS = {"olmo2": 2, "olmoe": 2, "qwen2_moe": 1, "deepseek_v3": 1}
+MORE_SUMS = {"olmo2": 2, "olmo3": 2, "olmoe": 2, "qwen2_moe": 1, "deepseek_v3": 1, "glm4_moe": 1}
 """Sums of a layer beyond two: norms over all heads have one each, shared experts have one."""
 
 
@@ -217,7 +217,7 @@ def test_a_bias_that_every_rank_adds_whole_is_found(tmp_path: Path, monkeypatch:
     experts = tuple(f"model.layers.{layer}.mlp.experts" for layer in range(2))
     assert plan is not None and plan.shares == experts
     assert plan.params["model.layers.0.self_attn.sinks"] == ParamCut(0, (Segment("heads", 4),))
-    monkeypatch.setitem(custom._plans, (run.model, 2), replace(plan, shares=()))
+    monkeypatch.setitem(custom._plans, (run.model, 2, False), replace(plan, shares=()))
     _, apart, _ = differing(run, tmp_path, Layout(tensor=2))
     assert {f"{path}.down_proj_bias" for path in experts} <= apart.keys()
 
